@@ -1,0 +1,71 @@
+"""Checkpoint module to program: torch.export of transformers' own module on the meta device.
+
+Nothing of the weights is needed. Batch and sequence stay symbolic: the trace uses sizes >= 2 (a size of 1 would be
+baked into the graph) and the result is checked for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+
+from seekforge.kernels.errors import BuildError
+from seekforge.models.exportable import make_exportable
+from seekforge.passes.program import Program, Weight
+
+TRACE_BATCH, TRACE_SEQ = 2, 7
+
+
+def export_module(module: nn.Module, sources: dict[str, str], max_len: int) -> Program:
+    """Exports a causal language model of transformers.
+
+    module: on the meta device, but for non-persistent buffers with real values. sources: parameter name to
+    checkpoint tensor name. Returns a program with inputs input_ids, position_ids [batch, seq] int64 and output
+    logits [batch, seq, vocab].
+    Raises BuildError if export fails or a dynamic dimension became a constant.
+    """
+    constants: dict[str, Tensor] = {
+        name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta
+    }
+    module = make_exportable(module.to("meta"))
+    ids = torch.zeros(TRACE_BATCH, TRACE_SEQ, dtype=torch.long, device="meta")
+    batch = torch.export.Dim("batch", min=1, max=1 << 16)
+    seq = torch.export.Dim("seq", min=1, max=max(2, max_len))
+    dims = {0: batch, 1: seq}
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(
+                module,
+                (),
+                {"input_ids": ids, "position_ids": ids.clone(), "use_cache": False},
+                dynamic_shapes={"input_ids": dims, "position_ids": dims, "use_cache": None},
+                strict=False,
+            )
+    except Exception as error:
+        name = type(module).__name__
+        raise BuildError(f"torch.export of {name} failed: {error}") from error
+    graph_module = exported.module()
+    assert isinstance(graph_module, fx.GraphModule)
+    _check_symbolic(graph_module)
+    weights = {}
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name in constants:
+            weights[name] = Weight(value=constants[name])
+        elif name in sources:
+            weights[name] = Weight((sources[name],))
+        else:
+            raise BuildError(f"the exported graph reads {name}, which no checkpoint tensor provides")
+    return Program(graph_module, weights, constants)
+
+
+def _check_symbolic(graph_module: fx.GraphModule) -> None:
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            fixed = [i for i, size in enumerate(value.shape) if isinstance(size, int)]
+            if fixed:
+                raise BuildError(
+                    f"export baked in the size of dimension {fixed[0]} of {node.name}: "
+                    f"{tuple(value.shape)}; the model's code depends on its value"
+                )

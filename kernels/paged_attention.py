@@ -1,0 +1,105 @@
+"""Attention over a paged KV cache, ragged form: prefill chunks and decodes of many sequences in one call.
+
+    q             [tokens, heads, qk_dim]
+    k, v          [tokens, kv_heads, qk_dim | v_dim]   new keys and values, written into the pools first
+    k_pool        [blocks, block_size, kv_heads, qk_dim]  mutated
+    v_pool        [blocks, block_size, kv_heads, v_dim]   mutated
+    slot_mapping  [tokens]            block * block_size + offset of each new token; negative: not written
+    block_tables  [sequences, max_blocks]
+    context_lens  [sequences]         tokens in the cache including this step's
+    query_start   [sequences + 1]     sequence i owns rows query_start[i]:query_start[i + 1]
+    y             [tokens, heads, v_dim]
+
+Causal and bottom-right aligned: the last query of a sequence sees its whole context. All index tensors int64.
+Source of the layout: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from seekforge.kernels.ops import register
+
+
+def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:
+    """Writes k and v into the pools at slot_mapping; tokens with a negative slot are dropped."""
+    # -1 would index the last slot of the last block: padded rows must not touch live data.
+    if bool((slot_mapping < 0).any()):
+        kept = slot_mapping >= 0
+        k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
+    k_pool.flatten(0, 1).index_copy_(0, slot_mapping, k)
+    v_pool.flatten(0, 1).index_copy_(0, slot_mapping, v)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """q [rows, queries, heads, d], k/v [rows, keys, kv_heads, d], mask [rows | 1, queries, keys] or None."""
+    rows, queries, heads, qk_dim = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    # The query heads of one KV head become queries of one tile: K and V are read once and never repeated.
+    packed = q.view(rows, queries, kv_heads, group, qk_dim).permute(0, 2, 3, 1, 4)
+    packed = packed.reshape(rows, kv_heads, group * queries, qk_dim)
+    if mask is not None:
+        mask = mask[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)
+    y = scaled_dot_product_attention(
+        packed, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale
+    )
+    y = y.view(rows, kv_heads, group, queries, v.shape[-1]).permute(0, 3, 1, 2, 4)
+    return y.reshape(rows, queries, heads, v.shape[-1])
+
+
+def paged_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor,
+    block_tables: Tensor, context_lens: Tensor, query_start: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    write_kv(k, v, k_pool, v_pool, slot_mapping)
+    starts, contexts = query_start.tolist(), context_lens.tolist()
+    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    block_size = k_pool.shape[1]
+    y = q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    decodes = [i for i, count in enumerate(counts) if count == 1]
+    if decodes:
+        longest = max(contexts[i] for i in decodes)
+        everything = len(decodes) == len(counts)
+        chosen = block_tables if everything else block_tables[decodes]
+        tables = chosen[:, : -(-longest // block_size)]
+        keys = k_pool[tables].flatten(1, 2)[:, :longest]
+        values = v_pool[tables].flatten(1, 2)[:, :longest]
+        mask = None
+        if any(contexts[i] != longest for i in decodes):
+            lens = context_lens if everything else context_lens[decodes]
+            mask = (torch.arange(longest, device=q.device) < lens[:, None])[:, None]
+        rows = slice(None) if everything else [starts[i] for i in decodes]
+        y[rows] = _attend(q[rows].unsqueeze(1), keys, values, mask, scale).squeeze(1)
+
+    for i, count in enumerate(counts):
+        if count <= 1:
+            continue
+        context = contexts[i]
+        table = block_tables[i, : -(-context // block_size)]
+        keys = k_pool[table].flatten(0, 1)[:context]
+        values = v_pool[table].flatten(0, 1)[:context]
+        at = torch.arange(context - count, context, device=q.device)
+        mask = torch.arange(context, device=q.device) <= at[:, None]
+        rows = slice(starts[i], starts[i] + count)
+        y[rows] = _attend(q[rows][None], keys[None], values[None], mask[None], scale)[0]
+    return y
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor,
+    block_tables: Tensor, context_lens: Tensor, query_start: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+paged_attention = register(
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
+    "Tensor slot_mapping, Tensor block_tables, Tensor context_lens, Tensor query_start, "
+    "float scale) -> Tensor",
+    reference=paged_attention_reference,
+    fake=_fake,
+)

@@ -1,0 +1,203 @@
+"""KV-cache insertion: each `attention` node becomes a paged one, and the graph gets its final inputs.
+
+Ragged form (AOTInductor), one row of tokens, all sequences behind one another:
+    token_ids [T], positions [T], slot_mapping [T], block_tables [R, M], context_lens [R], query_start [R + 1],
+    logits_rows [N], k_pool_i, v_pool_i (mutated)  ->  logits [N, V]
+Padded form (ONNX Runtime, TensorRT), pure:
+    token_ids [B, S], positions [B, S], block_tables [B, M], past_lens [B], logits_rows [N], k_pool_i, v_pool_i
+    ->  logits [N, V], new_k_i, new_v_i [B, S, kv_heads, head_dim]
+Pools are [blocks, block_size, kv_heads, head_dim]; all index tensors are int64. After this pass the values in the
+graph's metadata are those of the new inputs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+from seekforge.kernels.attention import attention
+from seekforge.kernels.errors import BuildError
+from seekforge.kernels.gathered_attention import gathered_attention
+from seekforge.kernels.paged_attention import paged_attention
+from seekforge.passes.logits_rows import select_rows
+from seekforge.passes.program import Program, source_line
+from seekforge.passes.rule import PassResult
+
+aten = torch.ops.aten
+
+RAGGED = {
+    "token_ids": ("tokens",),
+    "positions": ("tokens",),
+    "slot_mapping": ("tokens",),
+    "block_tables": ("sequences", "max_blocks"),
+    "context_lens": ("sequences",),
+    "query_start": ("sequences_plus_1",),
+    "logits_rows": ("rows",),
+}
+PADDED = {
+    "token_ids": ("batch", "seq"),
+    "positions": ("batch", "seq"),
+    "block_tables": ("batch", "max_blocks"),
+    "past_lens": ("batch",),
+    "logits_rows": ("rows",),
+}
+# Sizes used to trace. All differ and all are >= 2: a size of 1 would be baked into the graph.
+TRACE_SIZES = {
+    "tokens": 11, "sequences": 3, "sequences_plus_1": 4, "max_blocks": 5, "rows": 6, "batch": 3, "seq": 7,
+    "blocks": 19, "block_size": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """One input of the final graph; dims are sizes or the names of dynamic dimensions."""
+
+    name: str
+    dtype: torch.dtype
+    dims: tuple[int | str, ...]
+
+
+def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list[GraphInput]]:
+    """Turns an exported graph into its `form`; returns the accounts (kv_cache, logits_rows) and the inputs."""
+    start, before = time.perf_counter(), len(program.graph.nodes)
+    graph = program.graph
+    layers = sorted(program.nodes(attention), key=lambda node: int(node.args[4]))  # type: ignore[call-overload]
+    numbers = [node.args[4] for node in layers]
+    if numbers != list(range(len(layers))):
+        raise BuildError(f"attention layers are numbered {numbers}, expected 0..{len(layers) - 1}")
+    inputs = [
+        GraphInput(name, torch.int64, dims)
+        for name, dims in (RAGGED if form == "ragged" else PADDED).items()
+    ]
+    for index, node in enumerate(layers):
+        for kind, source in (("k", node.args[1]), ("v", node.args[2])):
+            value = source.meta["val"]  # type: ignore[union-attr]
+            dims = ("blocks", "block_size", *map(int, value.shape[-2:]))
+            inputs.append(GraphInput(f"{kind}_pool_{index}", value.dtype, dims))
+
+    old = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    placeholders: dict[str, fx.Node] = {}
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        for entry in inputs:
+            placeholders[entry.name] = graph.placeholder(entry.name)
+        tokens, positions = placeholders["token_ids"], placeholders["positions"]
+        if form == "ragged":
+            tokens = graph.call_function(aten.unsqueeze.default, (tokens, 0))
+            positions = graph.call_function(aten.unsqueeze.default, (positions, 0))
+    for name, new in (("input_ids", tokens), ("position_ids", positions)):
+        old.pop(name).replace_all_uses_with(new)
+        graph.erase_node(next(n for n in graph.nodes if n.op == "placeholder" and n.name == name))
+    for name, node in old.items():
+        if node.users:
+            raise BuildError(f"the exported graph reads an input that engines do not have: {name}")
+        graph.erase_node(node)
+
+    outputs: list[fx.Node] = []
+    for index, node in enumerate(layers):
+        pools = placeholders[f"k_pool_{index}"], placeholders[f"v_pool_{index}"]
+        insert = _ragged if form == "ragged" else _padded
+        outputs += insert(graph, node, pools, placeholders)
+    rows = select_rows(program, placeholders["logits_rows"])
+    output = graph.output_node()
+    output.args = ((*output.args[0], *outputs),)  # type: ignore[misc]
+    program.form = form
+    program.inputs = [entry.name for entry in inputs]
+    program.outputs = ["logits"]
+    if form == "padded":
+        program.outputs += [f"new_{kind}_{i}" for i in range(len(layers)) for kind in "kv"]
+    program.drop_unused()
+    graph.lint()
+    trace_values(program, inputs)
+    account = PassResult(
+        "kv_cache", len(layers), (), before, len(graph.nodes), time.perf_counter() - start
+    )
+    return [account, rows], inputs
+
+
+def _ragged(
+    graph: fx.Graph, node: fx.Node, pools: tuple[fx.Node, fx.Node], inputs: dict[str, fx.Node]
+) -> list[fx.Node]:
+    with graph.inserting_before(node):
+        qkv = [graph.call_function(aten.squeeze.dim, (x, 0)) for x in node.args[:3]]
+        index = [inputs[n] for n in ("slot_mapping", "block_tables", "context_lens", "query_start")]
+        paged = graph.call_function(paged_attention, (*qkv, *pools, *index, node.args[3]))
+        result = graph.call_function(aten.unsqueeze.default, (paged, 0))
+    _replace(node, paged, result)
+    return []
+
+
+def _padded(
+    graph: fx.Graph, node: fx.Node, pools: tuple[fx.Node, fx.Node], inputs: dict[str, fx.Node]
+) -> list[fx.Node]:
+    q, k, v, scale, _ = node.args
+    with graph.inserting_before(node):
+        index = [inputs[name] for name in ("block_tables", "past_lens")]
+        gathered = graph.call_function(gathered_attention, (q, k, v, *pools, *index, scale))
+    _replace(node, gathered, gathered)
+    return [k, v]  # type: ignore[list-item]
+
+
+def _replace(node: fx.Node, made: fx.Node, result: fx.Node) -> None:
+    for key in ("stack_trace", "nn_module_stack"):
+        for new in {made, result}:
+            new.meta[key] = node.meta.get(key)
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+
+
+def example_inputs(inputs: list[GraphInput], device: str = "meta") -> list[Tensor]:
+    """Tensors of the trace sizes, in order."""
+    return [
+        torch.zeros([d if isinstance(d, int) else TRACE_SIZES[d] for d in entry.dims],
+                    dtype=entry.dtype, device=device)
+        for entry in inputs
+    ]  # fmt: skip
+
+
+def trace_values(program: Program, inputs: list[GraphInput]) -> None:
+    """Recomputes every node's fake value for the given inputs, dynamic dimensions as symbols."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    fakes = iter(
+        mode.from_tensor(
+            tensor,
+            symbolic_context=StatelessSymbolicContext(
+                dynamic_sizes=[
+                    DimDynamic.STATIC if isinstance(d, int) else DimDynamic.DUCK for d in entry.dims
+                ]
+            ),
+        )
+        for tensor, entry in zip(example_inputs(inputs), inputs, strict=True)
+    )
+    env: dict[fx.Node, Any] = {}
+    weights: dict[str, Tensor] = {}
+    with mode:
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(fakes)
+            elif node.op == "get_attr":
+                name = str(node.target)
+                if name not in weights:
+                    weights[name] = mode.from_tensor(program.tensor(name), static_shapes=True)
+                env[node] = weights[name]
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+                try:
+                    env[node] = node.target(*args, **kwargs)
+                except Exception as error:
+                    raise BuildError(
+                        f"{node.format_node()}: {error} (from {source_line(node)})"
+                    ) from error
+            else:
+                continue
+            node.meta["val"] = env[node]

@@ -1,0 +1,74 @@
+"""The pipeline: which passes run, in which order, and what must have fired.
+
+One straight list. Fewer matches than the model family promises is an error with the near-misses' reasons: a fusion
+that silently does not fire is how compiled models become slow or wrong unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from seekforge.kernels.errors import BuildError
+from seekforge.passes import add_rms_norm, rms_norm, swiglu
+from seekforge.passes.cleanup import cleanup, share_equal_weights
+from seekforge.passes.kv_cache import GraphInput, insert_kv_cache
+from seekforge.passes.program import Program
+from seekforge.passes.qkv import fuse_qkv
+from seekforge.passes.rope import fuse_rope
+from seekforge.passes.rule import PassResult, apply
+
+Step = tuple[str, Callable[[Program], PassResult]]
+
+
+def fusions(max_len: int) -> list[Step]:
+    """The graph-to-graph part, before the KV cache. max_len: rows of the RoPE table."""
+    return [
+        ("normalise", lambda p: cleanup(p, "normalise")),  # first: patterns see one spelling
+        ("rms_norm", lambda p: apply(rms_norm.RULE, p)),
+        ("add_rms_norm", lambda p: apply(add_rms_norm.RULE, p)),  # needs the rms_norm nodes
+        ("rope", lambda p: fuse_rope(p, max_len)),
+        ("qkv", fuse_qkv),  # needs the attention nodes of the export
+        ("swiglu", lambda p: apply(swiglu.RULE, p)),
+        ("cleanup", cleanup),  # transposes left by rope cancel
+    ]
+
+
+def run_fusions(program: Program, max_len: int) -> list[PassResult]:
+    """Applies all fusions to `program` in place."""
+    share_equal_weights(program)
+    return [run(program) for _, run in fusions(max_len)]
+
+
+def run_pipeline(
+    program: Program, form: str, max_len: int, expected: dict[str, int] | None
+) -> tuple[list[PassResult], list[GraphInput]]:
+    """All passes, from an exported graph to the `form` ("ragged" or "padded") that backends lower.
+
+    expected: passes and the number of times each must fire; None for a model without known numbers.
+    Raises BuildError when one fired less often.
+    """
+    results = run_fusions(program, max_len)
+    inserted, inputs = insert_kv_cache(program, form)
+    results += inserted
+    results.append(cleanup(program, "final cleanup"))
+    if expected is not None:
+        check_expected(results, expected)
+    return results, inputs
+
+
+def check_expected(results: list[PassResult], expected: dict[str, int]) -> None:
+    """Raises BuildError naming every pass that fired less often than expected, with its near-misses."""
+    fired = {result.name: result for result in results}
+    lines = []
+    for name, count in expected.items():
+        result = fired.get(name)
+        if result is not None and result.fired >= count:
+            continue
+        lines.append(f"{name}: expected {count} matches, found {result.fired if result else 0}")
+        for miss in result.misses[:5] if result else ():
+            lines.append(f"    {miss.node} ({miss.source}): {miss.reason}")
+    if lines:
+        raise BuildError(
+            "fusions did not fire as expected for this model:\n" + "\n".join(lines)
+            + "\nThe installed transformers may build this model differently; tried: 5.17 to 5.24."
+        )  # fmt: skip
