@@ -44,8 +44,9 @@ def export_module(module: nn.Module, sources: dict[str, str], max_len: int) -> P
     except Exception as error:
         name = type(module).__name__
         raise BuildError(f"torch.export of {name} failed: {error}") from error
-    graph_module = exported.module()
-    assert isinstance(graph_module, fx.GraphModule)
+    lifted = exported.module(check_guards=False)
+    # A plain GraphModule: export's own checks its inputs in a hook, and passes are about to change them.
+    graph_module = fx.GraphModule(lifted, lifted.graph)
     _check_symbolic(graph_module)
     weights = {}
     for node in graph_module.graph.find_nodes(op="get_attr"):

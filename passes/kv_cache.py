@@ -8,6 +8,10 @@ Padded form (ONNX Runtime, TensorRT), pure:
     ->  logits [N, V], new_k_i, new_v_i [B, S, kv_heads, head_dim]
 Pools are [blocks, block_size, kv_heads, head_dim]; all index tensors are int64. After this pass the values in the
 graph's metadata are those of the new inputs.
+
+The residual stream becomes [tokens, hidden] in both forms; only the attention sees batch and seq. With linear layers
+on [batch, seq, hidden] TensorRT keeps a second copy of most weights, one for each profile (433 MB instead of 294 MB
+for 269 MB of weights).
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from seekforge.kernels.attention import attention
 from seekforge.kernels.errors import BuildError
 from seekforge.kernels.gathered_attention import gathered_attention
 from seekforge.kernels.paged_attention import paged_attention
+from seekforge.passes.cleanup import VIEWS
 from seekforge.passes.logits_rows import select_rows
 from seekforge.passes.program import Program, source_line
 from seekforge.passes.rule import PassResult
@@ -93,11 +98,17 @@ def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list
             placeholders[entry.name] = graph.placeholder(entry.name)
         tokens, positions = placeholders["token_ids"], placeholders["positions"]
         if form == "ragged":
+            flat = tokens
             tokens = graph.call_function(aten.unsqueeze.default, (tokens, 0))
             positions = graph.call_function(aten.unsqueeze.default, (positions, 0))
+        else:
+            flat = graph.call_function(aten.view.default, (tokens, [-1]))
+    for embedding in program.nodes(aten.embedding.default):
+        embedding.replace_input_with(old["input_ids"], flat)
     for name, new in (("input_ids", tokens), ("position_ids", positions)):
-        old.pop(name).replace_all_uses_with(new)
-        graph.erase_node(next(n for n in graph.nodes if n.op == "placeholder" and n.name == name))
+        node = old.pop(name)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
     for name, node in old.items():
         if node.users:
             raise BuildError(f"the exported graph reads an input that engines do not have: {name}")
@@ -116,6 +127,7 @@ def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list
     program.outputs = ["logits"]
     if form == "padded":
         program.outputs += [f"new_{kind}_{i}" for i in range(len(layers)) for kind in "kv"]
+    graph.set_codegen(fx.graph.CodeGen())  # export's codegen expects the old inputs
     program.drop_unused()
     graph.lint()
     trace_values(program, inputs)
@@ -152,6 +164,10 @@ def _replace(node: fx.Node, made: fx.Node, result: fx.Node) -> None:
     for key in ("stack_trace", "nn_module_stack"):
         for new in {made, result}:
             new.meta[key] = node.meta.get(key)
+    heads, v_dim = map(int, node.meta["val"].shape[-2:])
+    for user in node.users:
+        if user.target in VIEWS:  # [batch, seq, heads, v_dim] -> [batch, seq, heads * v_dim]
+            user.args = (user.args[0], [-1, heads * v_dim])
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
 

@@ -1,0 +1,240 @@
+"""Lowers a padded ONNX graph to an engine of TensorRT or TensorRT-RTX.
+
+In: `model.onnx` with its weights beside it, and the profiles. Out: `model.engine`, written
+atomically, and what is known of it. Nothing may be lost on the way: a refused node, an input that
+TensorRT ignores, and an attention that did not fuse each end the build. The network is strongly
+typed: precision is what the graph says. No GPU is needed to build for RTX GPUs; `tensorrt` builds
+for the GPU of the machine it runs on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seekforge.compile.onnx_nodes import OnnxNodes
+from seekforge.compile.tensorrt_layers import (
+    CompiledLayer,
+    compiled_layers,
+    layer_counts,
+    unfused_attention,
+)
+from seekforge.compile.tensorrt_messages import builder_failure
+from seekforge.compile.tensorrt_network import ParsedNetwork
+from seekforge.kernels.errors import BuildError, EngineError
+from seekforge.runtime.manifest import TensorSpec
+from seekforge.runtime.profiles import Profile
+from seekforge.runtime.tensorrt import DTYPES
+from seekforge.runtime.tensorrt_api import Log, capture, import_tensorrt, process_logger
+
+Progress = Callable[[str, float], None]  # phase as the backend names it, its fraction done
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRTResult:
+    """A built engine. `layers` goes into the manifest, `compiled` is the whole list behind it."""
+
+    engine: Path
+    size: int  # bytes
+    backend_version: str
+    compute_capabilities: tuple[str, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    profiles: tuple[Profile, ...]
+    layers: dict[str, Any]
+    compiled: tuple[CompiledLayer, ...]
+    warnings: tuple[str, ...]
+    seconds: float
+    log_path: Path
+
+
+def build_tensorrt(
+    onnx_path: Path,
+    out: Path,
+    *,
+    product: str,
+    profiles: Sequence[Profile],
+    compute_capabilities: Sequence[str] = (),
+    log_path: Path | None = None,
+    workspace_bytes: int | None = None,
+    allow_unfused_attention: bool = False,
+    progress: Progress | None = None,
+) -> TensorRTResult:
+    """Builds `onnx_path` into the file `out`; the backend's whole log goes to `log_path`.
+
+    `compute_capabilities` ("8.9"): targets of tensorrt-rtx, at least one; `tensorrt` takes none.
+    `allow_unfused_attention`: needed for float32, which has no fused kernel for many queries.
+    Raises `BuildError` naming the ONNX node and its source line; `out` is then left untouched.
+    """
+    start = time.monotonic()
+    log_path = log_path or out.with_suffix(".log")
+    nodes = OnnxNodes(onnx_path)
+    nodes.check_external_data()
+    nodes.check_domains()
+    try:
+        trt = import_tensorrt(product)
+    except EngineError as error:
+        raise BuildError(str(error)) from None
+    logger = process_logger(product)
+    with capture(product, log_path) as log:
+        try:
+            builder = trt.Builder(logger)
+        except TypeError:  # the binding's word for a null pointer
+            reason = "; ".join(log.errors) or "it gives no reason"
+            raise BuildError(f"{product} cannot build here: {reason} (log: {log_path})") from None
+        # Strongly typed: layers run in the dtype of their tensors; nothing is demoted to be faster.
+        flag = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+        network = ParsedNetwork(trt, builder.create_network(flag), logger, nodes, log_path)
+        config = builder.create_builder_config()
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # logs the compiled layers
+        if workspace_bytes is not None:
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
+        _set_targets(trt, config, product, compute_capabilities)
+        _add_profiles(builder, config, profiles, network, nodes, log, log_path)
+        config.progress_monitor = monitor = _monitor(trt, progress)
+        plan = builder.build_serialized_network(network.network, config)
+        if monitor.stopped is not None:
+            raise monitor.stopped
+        if plan is None:
+            raise builder_failure(nodes, log.errors, log_path)
+    compiled = compiled_layers((text for _, text in log.messages), len(profiles))
+    attention = network.attention
+    # B49: the session binds int64 as int64, so that warning says nothing.
+    warnings = [text for text in log.warnings if "Int64 binding" not in text]
+    if not compiled:
+        warnings.append("the log lists no compiled layers: whether attention fused is unknown")
+    elif not allow_unfused_attention:
+        _check_fused(nodes, compiled, attention, len(profiles), log_path)
+    _write(out, plan)
+    return TensorRTResult(
+        engine=out,
+        size=out.stat().st_size,
+        backend_version=trt.__version__,
+        compute_capabilities=tuple(compute_capabilities),
+        inputs=_specs(network.inputs, nodes),
+        outputs=_specs(network.outputs, nodes),
+        profiles=tuple(profiles),
+        layers=layer_counts(network.layer_types, compiled, attention, len(profiles)),
+        compiled=tuple(compiled),
+        warnings=tuple(warnings),
+        seconds=time.monotonic() - start,
+        log_path=log_path,
+    )
+
+
+def _set_targets(trt: Any, config: Any, product: str, targets: Sequence[str]) -> None:
+    if product == "tensorrt":
+        if targets:
+            raise BuildError(
+                f"tensorrt builds for the GPU it runs on; compute capability {', '.join(targets)} "
+                "cannot be chosen (--backend tensorrt-rtx can)"
+            )
+        return
+    known = {
+        f"{name[2:-1]}.{name[-1]}": value
+        for name, value in trt.ComputeCapability.__members__.items()
+        if name.startswith("SM")
+    }
+    unknown = [target for target in targets if target not in known]
+    if unknown or not targets:
+        raise BuildError(
+            f"compute capability {', '.join(unknown) or '(none given)'}: tensorrt-rtx builds for "
+            f"{', '.join(known)}"
+        )
+    config.num_compute_capabilities = len(targets)
+    for index, target in enumerate(targets):
+        config.set_compute_capability(known[target], index)
+
+
+def _add_profiles(
+    builder: Any,
+    config: Any,
+    profiles: Sequence[Profile],
+    network: ParsedNetwork,
+    nodes: OnnxNodes,
+    log: Log,
+    log_path: Path,
+) -> None:
+    names = {tensor.name for tensor in network.inputs}
+    for profile in profiles:
+        if profile.keys() != names:
+            odd = ", ".join(sorted(profile.keys() ^ names))
+            raise BuildError(f"{nodes.path}: its inputs and the profiles differ in {odd}")
+        made = builder.create_optimization_profile()
+        for name, sizes in profile.items():
+            made.set_shape(name, sizes.min, sizes.opt, sizes.max)
+        if config.add_optimization_profile(made) < 0:
+            raise builder_failure(nodes, log.errors, log_path)
+
+
+def _monitor(trt: Any, progress: Progress | None) -> Any:
+    """A progress monitor. An exception in `progress` (Ctrl-C too) cancels the build and is kept in
+    `stopped`, because TensorRT swallows what its callbacks raise."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+            self.stopped: BaseException | None = None
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            self.steps[name] = max(1, steps)
+
+        def phase_finish(self, name: str) -> None:
+            self.steps.pop(name, None)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            try:
+                if progress is not None:
+                    progress(name, min(1.0, (step + 1) / self.steps.get(name, 1)))
+            except BaseException as error:
+                self.stopped = error
+            return self.stopped is None
+
+    return Monitor()
+
+
+def _check_fused(
+    nodes: OnnxNodes,
+    compiled: Sequence[CompiledLayer],
+    attention: Sequence[str],
+    num_profiles: int,
+    log_path: Path,
+) -> None:
+    for profile in range(num_profiles):
+        unfused = unfused_attention(compiled, attention, profile)
+        if unfused:
+            raise BuildError(
+                f"{nodes.path}: {len(unfused)} of {len(attention)} attention layers have no fused "
+                f"TensorRT kernel in profile {profile}, first {nodes.describe(unfused[0])}. Fused "
+                "kernels exist for float16 and bfloat16 with head sizes that are multiples of 16 "
+                f"up to 256; choose --dtype float16, or allow unfused attention (log: {log_path})"
+            )
+
+
+def _specs(tensors: Sequence[Any], nodes: OnnxNodes) -> tuple[TensorSpec, ...]:
+    """dtypes and static sizes as TensorRT has them, names of dynamic dimensions from ONNX."""
+    return tuple(
+        TensorSpec(
+            tensor.name,
+            DTYPES.get(tensor.dtype.name, tensor.dtype.name.lower()),
+            tuple(
+                size if size >= 0 else name
+                for size, name in zip(tensor.shape, nodes.dim_names(tensor.name), strict=True)
+            ),
+        )
+        for tensor in tensors
+    )
+
+
+def _write(out: Path, plan: Any) -> None:
+    part = out.with_name(out.name + ".part")
+    try:
+        part.write_bytes(memoryview(plan))
+        part.replace(out)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise BuildError(f"{out}: cannot be written ({error.strerror})") from None

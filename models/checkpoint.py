@@ -1,0 +1,217 @@
+"""A Hugging Face checkpoint directory, opened and proven complete before anything is compiled.
+
+In: a folder with config.json, safetensors and, where it has them, generation_config.json and a
+tokenizer. Out: a `Checkpoint`, whose tensors are memory-mapped one at a time. transformers fills a
+missing tensor with random values and carries on, so completeness is checked here: every parameter
+of its module must come from the files or be tied by the configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer, PreTrainedConfig
+
+from seekforge.kernels.errors import CheckpointError
+from seekforge.models.config import read_config, read_json
+from seekforge.models.module import build_module
+from seekforge.models.shards import Shard, TensorInfo, read_shards, unindexed_files
+from seekforge.models.spec import ModelSpec
+
+FLOATS = ("F32", "F16", "BF16")
+# Stored by old releases of transformers, computed from the configuration by newer ones.
+COMPUTED_SUFFIXES = (".rotary_emb.inv_freq",)
+# One tensor under two names where config.tie_word_embeddings holds: the stored one serves both.
+TIED = {
+    "lm_head.weight": "model.embed_tokens.weight",
+    "model.embed_tokens.weight": "lm_head.weight",
+}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+SHOWN = 8  # names listed in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint. `config` holds what is true of the files: a tied configuration whose
+    stored lm_head differs from the embedding is untied here. `warnings` are for the user's eyes:
+    tensors nobody asked for, a contradiction in the configuration. `notes` are harmless."""
+
+    path: Path
+    config: PreTrainedConfig
+    generation_config: Mapping[str, Any] | None
+    spec: ModelSpec
+    shards: tuple[Shard, ...]
+    tensors: Mapping[str, TensorInfo]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in its stored dtype, memory-mapped: pages are read when touched."""
+        return _read(self.tensors[name].file, name)
+
+    def digest(self) -> str:
+        """sha256 over config.json and every shard's name, header, size and modification time.
+
+        Cheap and meant for build caches: copying the folder may change it, equal digests mean the
+        same files. The weights' own hash is the manifest's matter.
+        """
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        for shard in self.shards:
+            stat = shard.file.stat()
+            digest.update(f"{shard.file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            digest.update(shard.header)
+        return digest.hexdigest()
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text: generation_config.json's, else config.json's, else none."""
+        ids = self._token_id("eos_token_id")
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, from the same two files in the same order."""
+        found: int | None = self._token_id("bos_token_id")
+        return found
+
+    def _token_id(self, key: str) -> Any:
+        generation = (self.generation_config or {}).get(key)
+        return generation if generation is not None else getattr(self.config, key, None)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens and checks a checkpoint directory; reads no weights, except a table that may be tied.
+
+    Raises `CheckpointError` for anything missing, truncated, contradictory or not supported.
+    """
+    path = Path(path)
+    config = read_config(path)
+    generation_config = None
+    if (path / "generation_config.json").is_file():
+        generation_config = read_json(path / "generation_config.json")
+    spec = ModelSpec.from_config(config)
+    shards = tuple(read_shards(path))
+    tensors = {name: info for shard in shards for name, info in shard.tensors.items()}
+    contradictions = _untie(config, tensors)
+    if contradictions:
+        spec = ModelSpec.from_config(config)
+    checkpoint = Checkpoint(path, config, generation_config, spec, shards, tensors, (), ())
+    notes, warnings = check_complete(checkpoint)
+    notes += check_vocabulary(path, spec.vocab_size)
+    return replace(checkpoint, notes=(*notes,), warnings=(*contradictions, *warnings))
+
+
+def check_complete(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Holds the stored names, shapes and dtypes against transformers' module.
+
+    Returns notes and warnings about tensors that are stored but not used. Raises `CheckpointError`
+    that names what is missing or of another shape or dtype.
+    """
+    module = build_module(checkpoint.config, torch.float32)
+    used: set[str] = set()
+    missing: list[str] = []
+    for fqn, parameter in module.state_dict().items():
+        name = _stored_name(checkpoint, fqn)
+        if name is None:
+            missing.append(fqn)
+            continue
+        used.add(name)
+        info = checkpoint.tensors[name]
+        if info.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{info.file}: {name} has shape {list(info.shape)}, the configuration asks for "
+                f"{list(parameter.shape)}. config.json and weights belong to different models."
+            )
+        if info.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{info.file}: {name} is stored as {info.dtype}; supported are "
+                f"{', '.join(FLOATS)}. Use the unquantised checkpoint."
+            )
+    stray = [file.name for file in unindexed_files(checkpoint.path, checkpoint.shards)]
+    if missing:
+        hint = f" Files the index does not name were not read: {_some(stray)}." if stray else ""
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(missing)} tensors are in no file and not tied by config.json "
+            f"(tie_word_embeddings is {checkpoint.config.tie_word_embeddings}): {_some(missing)}."
+            f"{hint} Fetch the checkpoint again."
+        )
+    unused = sorted(checkpoint.tensors.keys() - used)
+    computed = [name for name in unused if name.endswith(COMPUTED_SUFFIXES)]
+    unknown = [name for name in unused if not name.endswith(COMPUTED_SUFFIXES)]
+    notes, warnings = [], []
+    if computed:
+        notes.append(f"{len(computed)} stored tensors are computed instead: {_some(computed)}")
+    if stray:
+        notes.append(f"files the index does not name are ignored: {_some(stray)}")
+    if unknown:
+        warnings.append(f"{len(unknown)} stored tensors are unknown to the model: {_some(unknown)}")
+    return notes, warnings
+
+
+def tensor_for_parameter(checkpoint: Checkpoint, fqn: str) -> str:
+    """The stored tensor that a parameter or buffer of the exported module is read from."""
+    name = _stored_name(checkpoint, fqn)
+    assert name is not None, f"{fqn} is in no file; open_checkpoint should have refused"
+    return name
+
+
+def check_vocabulary(path: Path, vocab_size: int) -> list[str]:
+    """Every id the tokenizer can produce must have an embedding row; returns notes.
+
+    A vocabulary wider than the tokenizer is ordinary padding.
+    """
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return [f"{path} has no tokenizer: the engine will take token ids only"]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+        vocabulary = tokenizer.get_vocab()
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        raise CheckpointError(f"{path}: its tokenizer cannot be read: {error}") from error
+    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
+    if largest >= vocab_size:
+        raise CheckpointError(
+            f"{path}: tokenizer and model do not match: token {token!r} has id {largest}, the "
+            f"embedding has {vocab_size} rows (vocab_size). Use the tokenizer of this checkpoint."
+        )
+    return []
+
+
+def _stored_name(checkpoint: Checkpoint, fqn: str) -> str | None:
+    if fqn in checkpoint.tensors:
+        return fqn
+    other = TIED.get(fqn) if checkpoint.config.tie_word_embeddings else None
+    return other if other in checkpoint.tensors else None
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, framework="pt") as shard:
+        tensor: torch.Tensor = shard.get_tensor(name)
+    return tensor
+
+
+def _untie(config: PreTrainedConfig, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Unties a configuration whose files hold two different tables, as transformers does."""
+    pair = [name for name in TIED if name in tensors]
+    if not config.tie_word_embeddings or len(pair) < 2:
+        return []
+    head, embedding = (_read(tensors[name].file, name) for name in pair)
+    if head.dtype == embedding.dtype and torch.equal(head, embedding):
+        return []
+    config.tie_word_embeddings = False
+    return [
+        "config.json ties lm_head to the embedding, but a different lm_head.weight is stored: the "
+        "stored one is used, as transformers does. Set tie_word_embeddings to false in config.json."
+    ]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

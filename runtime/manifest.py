@@ -1,0 +1,313 @@
+"""The engine directory's manifest: what an engine is, and what is checked before it is loaded.
+
+`compile` writes it last, `runtime` reads it first. In: a directory. Out: a `Manifest`, or one
+`EngineError` that says what is wrong and which command repairs it. It knows nothing about how a
+backend runs its files.
+
+The file is JSON with one key for each field of `Manifest` and `sha256`, the digest of all the
+other keys: a flipped byte in the manifest is found like one in the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from seekforge.kernels.errors import EngineError
+from seekforge.runtime.schema import decode
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+# Backend -> (module it imports, pip extra that brings it), in a bundle's order of preference.
+BACKENDS = {
+    "inductor": ("torch", ""),
+    "onnxruntime": ("onnxruntime", ""),
+    "tensorrt": ("tensorrt", "tensorrt"),
+    "tensorrt-rtx": ("tensorrt_rtx", ""),
+}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest step: tokens per sequence, sequences per step, prefill tokens per step."""
+
+    max_len: int
+    max_batch: int
+    max_chunk: int
+
+    def __post_init__(self) -> None:
+        _positive(self, "max_len", "max_batch", "max_chunk")
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The paged cache: per layer pools K and V `[blocks, block_size, num_kv_heads, head_dim]`."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    dynamic_block_size: bool
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_layers", "block_size", "num_kv_heads", "head_dim")
+        _one_of(self, "dtype", DTYPE_BYTES)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of cache one token takes, K and V of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A graph input or output; a dimension is a size or the name of a dynamic one."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of the engine: path relative to its directory, sha256 in hex, size in bytes."""
+
+    path: str
+    sha256: str
+    size: int
+
+    def __post_init__(self) -> None:
+        path = PurePosixPath(self.path)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise EngineError(f"files: path {self.path!r} leaves the engine directory")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Special tokens of the checkpoint: generation stops at any of `eos_token_ids`."""
+
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything known about one engine (one backend) without opening its files.
+
+    `profiles`: one mapping for each optimisation profile, input name -> {"min": [2, 1], "opt": …,
+    "max": …}. `steps`: the build's {"name", "seconds", "peak_bytes"}. `passes`, `receipt` and
+    `layers` are reports.
+    """
+
+    format_version: int
+    seekforge_version: str
+    backend: str
+    backend_version: str
+    device: str
+    compute_capability: str | None
+    form: str
+    dtype: str
+    model: dict[str, Any]
+    limits: Limits
+    kv: KVLayout
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    profiles: tuple[dict[str, Any], ...]
+    generation: Generation
+    quantization: dict[str, Any] | None
+    passes: tuple[dict[str, Any], ...]
+    receipt: dict[str, Any] | None
+    steps: tuple[dict[str, Any], ...]
+    layers: dict[str, Any] | None
+    files: tuple[FileEntry, ...]
+
+    def __post_init__(self) -> None:
+        _one_of(self, "backend", BACKENDS)
+        _one_of(self, "device", ("cpu", "cuda"))
+        _one_of(self, "form", ("ragged", "padded"))
+        _one_of(self, "dtype", DTYPE_BYTES)
+        if not isinstance(self.model.get("vocab_size"), int):
+            raise EngineError("model: key 'vocab_size' is missing or not an integer")
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits (the tokenizer may know fewer ids)."""
+        return int(self.model["vocab_size"])
+
+    def to_json(self) -> str:
+        """The file's text; `from_json` gives back an equal manifest."""
+        data = dataclasses.asdict(self)
+        return json.dumps(data | {"sha256": _digest(data)}, indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Raises `EngineError` for text that is no manifest of this format, naming the key."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise EngineError(f"not JSON ({error})") from None
+        if not isinstance(data, dict):
+            raise EngineError(f"a JSON object was expected, not {type(data).__name__}")
+        # First of all the version: another version may well have other keys.
+        version = data.get("format_version", FORMAT_VERSION)
+        if version != FORMAT_VERSION:
+            raise EngineError(f"format version {version!r}; this seekforge reads {FORMAT_VERSION}")
+        digest = data.pop("sha256", None)
+        manifest: Manifest = decode(cls, data)
+        if digest != _digest(data):
+            raise EngineError(
+                "its content does not match its own 'sha256': it was changed or damaged"
+            )
+        return manifest
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file in hex, read in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_entries(directory: Path) -> tuple[FileEntry, ...]:
+    """Entries for all files below `directory` but the manifest, sorted by path."""
+    paths = sorted(
+        p for p in directory.rglob("*") if p.is_file() and p != directory / MANIFEST_NAME
+    )
+    with ThreadPoolExecutor() as pool:  # hashlib lets go of the GIL
+        digests = list(pool.map(hash_file, paths))
+    return tuple(
+        FileEntry(path.relative_to(directory).as_posix(), digest, path.stat().st_size)
+        for path, digest in zip(paths, digests, strict=True)
+    )
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Writes `manifest.json`; the caller has written the files it lists."""
+    (directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
+    """Reads the manifest and checks JSON, format version, keys, its digest, then its files.
+
+    Raises `EngineError` at the first failure. `check_files=False` leaves presence, size and sha256
+    of the files unchecked.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise EngineError(
+            f"{directory} is no engine: it has no {MANIFEST_NAME}; {_fix(directory)}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{path}: cannot be read ({error}); {_fix(directory)}") from None
+    try:
+        manifest = Manifest.from_json(text)
+    except EngineError as error:
+        raise EngineError(f"{path}: {error}; {_fix(directory)}") from None
+    if check_files:
+        _check_files(directory, manifest)
+    return manifest
+
+
+def unfit_reason(manifest: Manifest) -> str | None:
+    """Why this machine cannot run the engine (package missing, no GPU, another GPU), or None."""
+    module, extra = BACKENDS[manifest.backend]
+    if importlib.util.find_spec(module) is None:
+        package = f"seekforge[{extra}]" if extra else module.replace("_", "-")
+        return f"package {module!r} is not installed; pip install '{package}'"
+    if manifest.device == "cpu":
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return "it was built for an NVIDIA GPU and torch sees none on this machine"
+    major, minor = torch.cuda.get_device_capability()
+    if manifest.compute_capability not in (None, f"{major}.{minor}"):
+        return (
+            f"it was built for compute capability {manifest.compute_capability} and this GPU has "
+            f"{major}.{minor}"
+        )
+    return None
+
+
+def resolve_engine(path: Path) -> Path:
+    """The engine directory meant by `path`: itself, or the bundle's first engine that can run here.
+
+    Raises `EngineError` where `path` is neither, or no engine of the bundle can run here.
+    """
+    if (path / MANIFEST_NAME).is_file():
+        return path
+    if not path.is_dir():
+        raise EngineError(f"{path}: no such engine directory; seekforge build CHECKPOINT -o {path}")
+    refused = []
+    for backend in BACKENDS:
+        engine = path / backend
+        if not (engine / MANIFEST_NAME).is_file():
+            continue
+        reason = unfit_reason(read_manifest(engine, check_files=False))
+        if reason is None:
+            return engine
+        refused.append(f"{backend}: {reason}")
+    if refused:
+        raise EngineError(
+            f"{path}: no engine of this bundle can run here ({'; '.join(refused)}); "
+            f"build one that can: seekforge build CHECKPOINT -o {path} --backend inductor"
+        )
+    raise EngineError(
+        f"{path} is no engine: no {MANIFEST_NAME} in it or in {', '.join(BACKENDS)} below it; "
+        f"seekforge build CHECKPOINT -o {path}"
+    )
+
+
+def _check_files(directory: Path, manifest: Manifest) -> None:
+    fix = _fix(directory, manifest.backend)
+    for entry in manifest.files:
+        path = directory / entry.path
+        if not path.is_file():
+            raise EngineError(f"{path}: listed in {MANIFEST_NAME} but missing; {fix}")
+        if path.stat().st_size != entry.size:
+            raise EngineError(
+                f"{path}: {path.stat().st_size} bytes, {MANIFEST_NAME} says {entry.size}: "
+                f"cut or changed; {fix}"
+            )
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda entry: hash_file(directory / entry.path), manifest.files)
+        for entry, digest in zip(manifest.files, digests, strict=True):
+            if digest != entry.sha256:
+                raise EngineError(
+                    f"{directory / entry.path}: sha256 {digest[:12]}…, {MANIFEST_NAME} says "
+                    f"{entry.sha256[:12]}…: the content was changed or damaged; {fix}"
+                )
+
+
+def _fix(directory: Path, backend: str | None = None) -> str:
+    name = backend or (directory.name if directory.name in BACKENDS else "BACKEND")
+    return f"rebuild it: seekforge build CHECKPOINT -o {directory.parent} --backend {name}"
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _positive(value: object, *names: str) -> None:
+    for name in names:
+        if getattr(value, name) < 1:
+            raise EngineError(f"{name} is {getattr(value, name)}; at least 1 was expected")
+
+
+def _one_of(value: object, name: str, known: Collection[str]) -> None:
+    if getattr(value, name) not in known:
+        raise EngineError(
+            f"{name} is {getattr(value, name)!r}; one of {', '.join(known)} was expected"
+        )
