@@ -1,7 +1,7 @@
 """Checkpoint module to program: torch.export of transformers' own module on the meta device.
 
-Nothing of the weights is needed. Batch and sequence stay symbolic: the trace uses sizes >= 2 (a size of 1 would be
-baked into the graph) and the result is checked for it.
+Nothing of the weights is needed. Batch and sequence stay symbolic: the trace uses sizes >= 2 (a
+size of 1 would be baked into the graph) and the result is checked for it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ TRACE_BATCH, TRACE_SEQ = 2, 7
 def export_module(module: nn.Module, sources: dict[str, str], max_len: int) -> Program:
     """Exports a causal language model of transformers.
 
-    module: on the meta device, but for non-persistent buffers with real values. sources: parameter name to
-    checkpoint tensor name. Returns a program with inputs input_ids, position_ids [batch, seq] int64 and output
-    logits [batch, seq, vocab].
-    Raises BuildError if export fails or a dynamic dimension became a constant.
+    module: on the meta device, but for non-persistent buffers with real values. sources: parameter
+    name to checkpoint tensor name. Returns a program with inputs input_ids, position_ids [batch,
+    seq] int64 and output logits [batch, seq, vocab]. Raises BuildError if export fails or a dynamic
+    dimension became a constant.
     """
     constants: dict[str, Tensor] = {
         name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta
@@ -56,7 +56,9 @@ def export_module(module: nn.Module, sources: dict[str, str], max_len: int) -> P
         elif name in sources:
             weights[name] = Weight((sources[name],))
         else:
-            raise BuildError(f"the exported graph reads {name}, which no checkpoint tensor provides")
+            raise BuildError(
+                f"the exported graph reads {name}, which no checkpoint tensor provides"
+            )
     return Program(graph_module, weights, constants)
 
 

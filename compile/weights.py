@@ -1,8 +1,8 @@
 """The weight writer: streams a program's weights from the checkpoint into one safetensors file.
 
-Only one tensor is in memory at a time. The file is plain safetensors, with the data aligned to 64 bytes so that engines
-can use it in place: AOTInductor maps it, ONNX Runtime and TensorRT read it as the model's external data.
-Format: https://github.com/huggingface/safetensors#format.
+Only one tensor is in memory at a time. The file is plain safetensors, with the data aligned to 64
+bytes so that engines can use it in place: AOTInductor maps it, ONNX Runtime and TensorRT read it as
+the model's external data. Format: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def write_weights(
     path: Path,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Writes all weights of `program` to `path`; returns their bytes. progress(done, total) in bytes."""
+    """Writes all weights of `program` to `path`; returns their bytes. progress(done, total) in
+    bytes."""
     # Larger dtypes first: every tensor then starts aligned to its own element.
     names = sorted(program.weights, key=lambda name: (-program.tensor(name).element_size(), name))
     header: dict[str, object] = {}
@@ -72,7 +73,10 @@ def data_offsets(path: Path) -> dict[str, tuple[int, int]]:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     return {
-        name: (8 + size + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0])
+        name: (
+            8 + size + entry["data_offsets"][0],
+            entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
         for name, entry in header.items()
         if name != "__metadata__"
     }

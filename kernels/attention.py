@@ -1,4 +1,5 @@
-"""Causal attention over whole sequences: the node that export leaves in the graph for each attention layer.
+"""Causal attention over whole sequences: the node that export leaves in the graph for each
+attention layer.
 
     q  [batch, seq, heads, qk_dim]
     k  [batch, seq, kv_heads, qk_dim]     kv_heads divides heads (grouped-query attention)

@@ -8,8 +8,8 @@
     past_lens     [batch]              int64, tokens of each sequence already in the pools
     y             [batch, seq, heads, v_dim]
 
-Query i of a sequence sees its past_lens cached tokens and the new tokens 0..i. Rows may be padded on the right:
-a padded token is never seen by a real one, and its own output is meaningless.
+Query i of a sequence sees its past_lens cached tokens and the new tokens 0..i. Rows may be padded
+on the right: a padded token is never seen by a real one, and its own output is meaningless.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ def gathered_attention_reference(
     past = keys.shape[1] - seq
     cached = torch.arange(past, device=q.device) < past_lens[:, None, None, None]
     causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
-    mask = torch.cat(
-        (cached.expand(-1, 1, seq, -1), causal.expand(q.shape[0], 1, -1, -1)), -1
-    )
+    mask = torch.cat((cached.expand(-1, 1, seq, -1), causal.expand(q.shape[0], 1, -1, -1)), -1)
     y = scaled_dot_product_attention(
         q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
         attn_mask=mask, scale=scale, enable_gqa=True,

@@ -1,8 +1,9 @@
 """Registration of seekforge's operators with torch: one call per operator.
 
-An operator has a schema, an implementation for the CPU (the torch reference), one for CUDA (the Triton
-launcher, else the reference), and a fake that gives shapes and dtypes. Registered below autograd with plain
-`torch.library` calls: they cost less per call than `torch.library.custom_op`, which matters at batch 1.
+An operator has a schema, an implementation for the CPU (the torch reference), one for CUDA (the
+Triton launcher, else the reference), and a fake that gives shapes and dtypes. Registered below
+autograd with plain `torch.library` calls: they cost less per call than `torch.library.custom_op`,
+which matters at batch 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Attention over a paged KV cache, ragged form: prefill chunks and decodes of many sequences in one call.
+"""Attention over a paged KV cache, ragged form: prefill chunks and decodes of many sequences in one
+call.
 
     q             [tokens, heads, qk_dim]
     k, v          [tokens, kv_heads, qk_dim | v_dim]   new keys and values, written into the pools first
@@ -10,8 +11,9 @@
     query_start   [sequences + 1]     sequence i owns rows query_start[i]:query_start[i + 1]
     y             [tokens, heads, v_dim]
 
-Causal and bottom-right aligned: the last query of a sequence sees its whole context. All index tensors int64.
-Source of the layout: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023.
+Causal and bottom-right aligned: the last query of a sequence sees its whole context. All index
+tensors int64. Source of the layout: Kwon et al., "Efficient Memory Management for LLM Serving with
+PagedAttention", 2023.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """q [rows, queries, heads, d], k/v [rows, keys, kv_heads, d], mask [rows | 1, queries, keys] or None."""
+    """q [rows, queries, heads, d], k/v [rows, keys, kv_heads, d], mask [rows | 1, queries, keys] or
+    None."""
     rows, queries, heads, qk_dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads

@@ -4,8 +4,8 @@
     weight  [hidden]
     y       [..., hidden]  dtype of x
 
-The order of the casts is that of transformers' `LlamaRMSNorm`: normalise in fp32, cast to the dtype of x, then
-multiply by the weight. Multiplying in fp32 first changes a quarter of the bf16 results.
+The order of the casts is that of transformers' `LlamaRMSNorm`: normalise in fp32, cast to the dtype
+of x, then multiply by the weight. Multiplying in fp32 first changes a quarter of the bf16 results.
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """
 
@@ -42,9 +42,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = torch.empty_like(x)
     hidden = x.shape[-1]
     rows = x.numel() // hidden
-    rms_norm_kernel[(rows,)](
-        x, weight.contiguous(), y, hidden, eps, BLOCK=next_power_of_2(hidden)
-    )
+    rms_norm_kernel[(rows,)](x, weight.contiguous(), y, hidden, eps, BLOCK=next_power_of_2(hidden))
     return y
 
 

@@ -64,7 +64,9 @@ def rope_kernel(  # type: ignore[no-untyped-def]
         at = tail + pair
         keep = at < head_dim
         tl.store(
-            y + row * head_dim + at, tl.load(x + row * head_dim + at, mask=keep, other=0.0), mask=keep
+            y + row * head_dim + at,
+            tl.load(x + row * head_dim + at, mask=keep, other=0.0),
+            mask=keep,
         )
         tail += BLOCK
 

@@ -1,7 +1,7 @@
 """Triton where it is installed, and a clear refusal where it is not.
 
-Kernel files decorate with `jit` and read `tl` from here, so that importing them never needs Triton (the CPU
-wheels of torch come without it). Nothing is compiled or probed at import.
+Kernel files decorate with `jit` and read `tl` from here, so that importing them never needs Triton
+(the CPU wheels of torch come without it). Nothing is compiled or probed at import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes transformers' own modules exportable, through transformers' extension points alone.
 
-Every attention layer becomes one `seekforge::attention` node and no mask is built; nothing of the model's code
-is copied or patched. Tried with transformers 5.17 to 5.24.
+Every attention layer becomes one `seekforge::attention` node and no mask is built; nothing of the
+model's code is copied or patched. Tried with transformers 5.17 to 5.24.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [batch, heads, seq, head_dim], key and value alike.
 
-    Returns [batch, seq, heads, head_dim]. A sliding window is ignored here because `check_max_len` has
-    refused every length at which it would matter.
+    Returns [batch, seq, heads, head_dim]. A sliding window is ignored here because `check_max_len`
+    has refused every length at which it would matter.
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if softcap is not None:
@@ -44,7 +44,8 @@ def _attention(
 
 
 def make_exportable(module: nn.Module) -> nn.Module:
-    """Switches a transformers model to the `seekforge::attention` operator; returns the same module."""
+    """Switches a transformers model to the `seekforge::attention` operator; returns the same
+    module."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
     module.config._attn_implementation = IMPLEMENTATION  # type: ignore[union-attr]

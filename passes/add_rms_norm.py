@@ -1,4 +1,5 @@
-"""Residual add + RMSNorm: one node that returns the norm and the sum, which the next residual add reads.
+"""Residual add + RMSNorm: one node that returns the norm and the sum, which the next residual add
+reads.
 
     hidden = residual + hidden; normed = rms_norm(hidden)
 """

@@ -1,7 +1,8 @@
-"""Clean-up: drops what changes no value (casts, views, transposes, slices, checks), common subexpressions, dead code.
+"""Clean-up: drops what changes no value (casts, views, transposes, slices, checks), common
+subexpressions, dead code.
 
-Runs first, so that fusion patterns see one spelling whatever the dtype, and after the fusions, which leave
-transposes that cancel. Nothing here reorders arithmetic: results stay bitwise the same.
+Runs first, so that fusion patterns see one spelling whatever the dtype, and after the fusions,
+which leave transposes that cancel. Nothing here reorders arithmetic: results stay bitwise the same.
 """
 
 from __future__ import annotations
@@ -183,5 +184,3 @@ def share_equal_weights(program: Program) -> None:
         if node.op == "get_attr" and first.setdefault(node.target, node) is not node:
             node.replace_all_uses_with(first[node.target])
             program.graph.erase_node(node)
-
-

@@ -1,4 +1,5 @@
-"""KV-cache insertion: each `attention` node becomes a paged one, and the graph gets its final inputs.
+"""KV-cache insertion: each `attention` node becomes a paged one, and the graph gets its final
+inputs.
 
 Ragged form (AOTInductor), one row of tokens, all sequences behind one another:
     token_ids [T], positions [T], slot_mapping [T], block_tables [R, M], context_lens [R], query_start [R + 1],
@@ -9,9 +10,9 @@ Padded form (ONNX Runtime, TensorRT), pure:
 Pools are [blocks, block_size, kv_heads, head_dim]; all index tensors are int64. After this pass the values in the
 graph's metadata are those of the new inputs.
 
-The residual stream becomes [tokens, hidden] in both forms; only the attention sees batch and seq. With linear layers
-on [batch, seq, hidden] TensorRT keeps a second copy of most weights, one for each profile (433 MB instead of 294 MB
-for 269 MB of weights).
+The residual stream becomes [tokens, hidden] in both forms; only the attention sees batch and seq.
+With linear layers on [batch, seq, hidden] TensorRT keeps a second copy of most weights, one for
+each profile (433 MB instead of 294 MB for 269 MB of weights).
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class GraphInput:
 
 
 def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list[GraphInput]]:
-    """Turns an exported graph into its `form`; returns the accounts (kv_cache, logits_rows) and the inputs."""
+    """Turns an exported graph into its `form`; returns the accounts (kv_cache, logits_rows) and the
+    inputs."""
     start, before = time.perf_counter(), len(program.graph.nodes)
     graph = program.graph
     layers = sorted(program.nodes(attention), key=lambda node: int(node.args[4]))  # type: ignore[call-overload]
@@ -165,7 +167,7 @@ def _replace(node: fx.Node, made: fx.Node, result: fx.Node) -> None:
         for new in {made, result}:
             new.meta[key] = node.meta.get(key)
     heads, v_dim = map(int, node.meta["val"].shape[-2:])
-    for user in node.users:
+    for user in list(node.users):
         if user.target in VIEWS:  # [batch, seq, heads, v_dim] -> [batch, seq, heads * v_dim]
             user.args = (user.args[0], [-1, heads * v_dim])
     node.replace_all_uses_with(result)

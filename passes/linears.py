@@ -1,4 +1,5 @@
-"""Several linear layers with one input become one matrix product: what QKV and gate-up fusion share.
+"""Several linear layers with one input become one matrix product: what QKV and gate-up fusion
+share.
 
     linear(x, W1, b1), linear(x, W2, b2)  ->  split(linear(x, [W1; W2], [b1; b2]))
 """
@@ -41,7 +42,8 @@ def cannot_concatenate(program: Program, linears: Sequence[fx.Node]) -> str | No
 
 
 def concatenate(program: Program, linears: Sequence[fx.Node], name: str) -> fx.Node:
-    """Inserts the fused linear (its weight is `<name>.weight`) before the first of `linears`; returns it."""
+    """Inserts the fused linear (its weight is `<name>.weight`) before the first of `linears`;
+    returns it."""
     operands = [[node.args[1] for node in linears]]
     if bias_of(linears[0]) is not None:
         operands.append([bias_of(node) for node in linears])
@@ -50,9 +52,7 @@ def concatenate(program: Program, linears: Sequence[fx.Node], name: str) -> fx.N
         metas = [_meta(node) for node in nodes]
         shape = (sum(meta.shape[0] for meta in metas), *metas[0].shape[1:])
         sources = tuple(s for node in nodes for s in program.weights[str(node.target)].sources)  # type: ignore[union-attr]
-        fused.append(
-            program.add_weight(f"{name}.{kind}", shape, metas[0].dtype, Weight(sources))
-        )
+        fused.append(program.add_weight(f"{name}.{kind}", shape, metas[0].dtype, Weight(sources)))
     first = min(linears, key=_order(program).__getitem__)
     with program.graph.inserting_before(first):
         return program.emit(LINEAR, linears[0].args[0], *fused, like=first)

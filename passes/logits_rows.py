@@ -1,4 +1,5 @@
-"""Logits only for the rows asked for: the head's matrix product reads the selected tokens instead of all.
+"""Logits only for the rows asked for: the head's matrix product reads the selected tokens instead
+of all.
 
     logits = linear(hidden [batch, seq, hidden])  ->  linear(hidden.view(-1, hidden)[logits_rows])   [rows, vocab]
 
@@ -21,7 +22,8 @@ aten = torch.ops.aten
 
 
 def select_rows(program: Program, rows: fx.Node) -> PassResult:
-    """`rows`: the placeholder logits_rows, indices into batch * seq. fired: 1, or 0 with the reason."""
+    """`rows`: the placeholder logits_rows, indices into batch * seq. fired: 1, or 0 with the
+    reason."""
     start, before = time.perf_counter(), len(program.graph.nodes)
     output = program.graph.output_node()
     (logits,) = output.args[0]  # type: ignore[misc]

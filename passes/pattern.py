@@ -1,7 +1,7 @@
 """Patterns over ATen graphs: trees of calls with named holes, matched from the root backwards.
 
-A match binds names to nodes or numbers. A failed match says where and why, which the report shows as the reason
-of a near-miss. Matching never changes the graph.
+A match binds names to nodes or numbers. A failed match says where and why, which the report shows
+as the reason of a near-miss. Matching never changes the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why a pattern does not match: the node it failed at, the reason, and how many calls had matched."""
+    """Why a pattern does not match: the node it failed at, the reason, and how many calls had
+    matched."""
 
     node: str
     reason: str
@@ -121,7 +122,8 @@ class Sequence(Pattern):
 
 
 class Call(Pattern):
-    """A call of one operator. Arguments beyond those given must be absent; `commutes` tries both orders."""
+    """A call of one operator. Arguments beyond those given must be absent; `commutes` tries both
+    orders."""
 
     def __init__(self, target: Any, *args: Pattern, commutes: bool = False) -> None:
         self.target, self.args, self.commutes = target, args, commutes

@@ -1,7 +1,7 @@
 """The pipeline: which passes run, in which order, and what must have fired.
 
-One straight list. Fewer matches than the model family promises is an error with the near-misses' reasons: a fusion
-that silently does not fire is how compiled models become slow or wrong unnoticed.
+One straight list. Fewer matches than the model family promises is an error with the near-misses'
+reasons: a fusion that silently does not fire is how compiled models become slow or wrong unnoticed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def run_pipeline(
 
 
 def check_expected(results: list[PassResult], expected: dict[str, int]) -> None:
-    """Raises BuildError naming every pass that fired less often than expected, with its near-misses."""
+    """Raises BuildError naming every pass that fired less often than expected, with its
+    near-misses."""
     fired = {result.name: result for result in results}
     lines = []
     for name, count in expected.items():

@@ -1,8 +1,8 @@
 """The program that passes transform: a graph, and where each of its weights comes from.
 
-A program holds no weights. Its parameters are meta tensors; `weights` says for each one how it is made from
-checkpoint tensors, and the writer streams them when the engine is written. So memory during the passes does not
-grow with the model. Knows nothing of checkpoints' files or of backends.
+A program holds no weights. Its parameters are meta tensors; `weights` says for each one how it is
+made from checkpoint tensors, and the writer streams them when the engine is written. So memory
+during the passes does not grow with the model. Knows nothing of checkpoints' files or of backends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.fx.node import map_arg
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """How one parameter of the graph is made: checkpoint tensors concatenated along dim 0, or a value."""
+    """How one parameter of the graph is made: checkpoint tensors concatenated along dim 0, or a
+    value."""
 
     sources: tuple[str, ...] = ()
     value: Tensor | None = None
@@ -29,10 +30,12 @@ class Weight:
 
 @dataclass(slots=True)
 class Program:
-    """graph_module: parameters as meta tensors, read by `get_attr` nodes; every node has `meta["val"]`.
+    """graph_module: parameters as meta tensors, read by `get_attr` nodes; every node has
+    `meta["val"]`.
 
-    weights: for each parameter or buffer of graph_module the recipe. constants: real values of the buffers that
-    the checkpoint does not hold (rotary frequencies). form: None, "ragged" or "padded".
+    weights: for each parameter or buffer of graph_module the recipe. constants: real values of the
+    buffers that the checkpoint does not hold (rotary frequencies). form: None, "ragged" or
+    "padded".
     """
 
     graph_module: fx.GraphModule
@@ -59,9 +62,11 @@ class Program:
         return found
 
     def emit(self, target: Any, *args: Any, like: fx.Node) -> fx.Node:
-        """Inserts a call at the graph's insertion point, with the origin of `like` and its fake value.
+        """Inserts a call at the graph's insertion point, with the origin of `like` and its fake
+        value.
 
-        Without the value where an input has none: the KV-cache pass computes all values anew at its end.
+        Without the value where an input has none: the KV-cache pass computes all values anew at its
+        end.
         """
         node = self.graph.call_function(target, args)
         node.meta = {
@@ -72,7 +77,9 @@ class Program:
                 node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
         return node
 
-    def add_weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, weight: Weight) -> fx.Node:
+    def add_weight(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, weight: Weight
+    ) -> fx.Node:
         """A new parameter and the `get_attr` node that reads it, at the head of the graph."""
         owner: nn.Module = self.graph_module
         *path, leaf = name.split(".")

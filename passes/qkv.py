@@ -1,7 +1,8 @@
 """QKV: the projections of one attention layer that read the same input become one matrix product.
 
-For Llama and Qwen these are q, k and v (with bias in Qwen2, with different widths under grouped-query attention).
-Linears belong together when they have one input and sit in the module of the attention node.
+For Llama and Qwen these are q, k and v (with bias in Qwen2, with different widths under
+grouped-query attention). Linears belong together when they have one input and sit in the module of
+the attention node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""RMSNorm: the six nodes of transformers' `LlamaRMSNorm` and its copies (Qwen, DeepSeek) become one.
+"""RMSNorm: the six nodes of transformers' `LlamaRMSNorm` and its copies (Qwen, DeepSeek) become
+one.
 
     hidden = hidden.to(float32); variance = hidden.pow(2).mean(-1, keepdim=True)
     weight * (hidden * rsqrt(variance + eps)).to(input_dtype)
@@ -16,7 +17,9 @@ from seekforge.passes.rule import Rule
 aten = torch.ops.aten
 
 _wide = Var("wide")
-_variance = Call(aten.mean.dim, Call(aten.pow.Tensor_Scalar, _wide, Literal(2)), Literal([-1]), Literal(True))
+_variance = Call(
+    aten.mean.dim, Call(aten.pow.Tensor_Scalar, _wide, Literal(2)), Literal([-1]), Literal(True)
+)
 _scale = Call(aten.rsqrt.default, Call(aten.add.Tensor, _variance, Number("eps")))
 _normed = Call(aten.mul.Tensor, _wide, _scale, commutes=True)
 

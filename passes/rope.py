@@ -1,11 +1,12 @@
-"""RoPE: the rotation of q and k of one attention layer becomes one node that reads a cached cos/sin table.
+"""RoPE: the rotation of q and k of one attention layer becomes one node that reads a cached cos/sin
+table.
 
     q * cos + rotate_half(q) * sin, rotate_half(x) = cat(-x[half:], x[:half])
 
-cos and sin are whatever the model computes from the positions (default, linear, llama3, YaRN): the pass runs that part
-of the graph once for the positions 0..max_len-1 and keeps the result as the table, so the engine's angles are the
-model's own, bit for bit. Rotating a slice of the head (partial rotary, MLA) needs nothing special: the slices and
-concatenations around the rotation stay.
+cos and sin are whatever the model computes from the positions (default, linear, llama3, YaRN): the
+pass runs that part of the graph once for the positions 0..max_len-1 and keeps the result as the
+table, so the engine's angles are the model's own, bit for bit. Rotating a slice of the head
+(partial rotary, MLA) needs nothing special: the slices and concatenations around the rotation stay.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ import torch
 from torch import Tensor, fx
 
 from seekforge.kernels.rope import rope
-from seekforge.passes.pattern import Call, Literal, Match, Miss, Number, Sequence, Var, match, skip_cast
+from seekforge.passes.pattern import (
+    Call,
+    Literal,
+    Match,
+    Miss,
+    Number,
+    Sequence,
+    Var,
+    match,
+    skip_cast,
+)
 from seekforge.passes.program import Program, Weight, ancestors, module_path, source_line
 from seekforge.passes.rule import PassResult
 
@@ -28,9 +39,7 @@ aten = torch.ops.aten
 _x = Var("x")
 _upper = Call(aten.slice.Tensor, _x, Number("dim"), Number("half"), Number("end"))
 _lower = Call(aten.slice.Tensor, _x, Number("dim"), Literal(0), Number("half"))
-_rotated = Call(
-    aten.cat.default, Sequence((Call(aten.neg.default, _upper), _lower)), Literal(-1)
-)
+_rotated = Call(aten.cat.default, Sequence((Call(aten.neg.default, _upper), _lower)), Literal(-1))
 PATTERN = Call(
     aten.add.Tensor,
     Call(aten.mul.Tensor, _x, Call(aten.unsqueeze.default, Var("cos"), Number("heads_dim"))),
@@ -71,7 +80,9 @@ def fuse_rope(program: Program, max_len: int) -> PassResult:
     known = {miss.node for miss in misses}
     for neg in program.nodes(aten.neg.default):
         if neg not in covered and neg.users and neg.name not in known:
-            misses.append(Miss(neg.name, "a negation that is not part of a rotation", source_line(neg)))
+            misses.append(
+                Miss(neg.name, "a negation that is not part of a rotation", source_line(neg))
+            )
     program.drop_unused()
     program.graph.lint()
     after = len(program.graph.nodes)
@@ -89,8 +100,11 @@ def _check(found: Match) -> str | None:
     return None
 
 
-def _rewrite(program: Program, pair: list[Match], positions: fx.Node, cos: fx.Node, sin: fx.Node) -> None:
-    """The op is token-major [batch, seq, heads, head_dim]; the model may rotate [batch, heads, seq, head_dim]."""
+def _rewrite(
+    program: Program, pair: list[Match], positions: fx.Node, cos: fx.Node, sin: fx.Node
+) -> None:
+    """The op is token-major [batch, seq, heads, head_dim]; the model may rotate [batch, heads, seq,
+    head_dim]."""
     q, k = pair
     heads_first = q["heads_dim"] == 1
     root = k.nodes[0]
@@ -108,7 +122,8 @@ def _rewrite(program: Program, pair: list[Match], positions: fx.Node, cos: fx.No
 
 
 def _move_users_after(program: Program, old: fx.Node, new: fx.Node) -> None:
-    """q's users may stand before k's rotation, where the fused node is: move those in between behind it."""
+    """q's users may stand before k's rotation, where the fused node is: move those in between
+    behind it."""
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     moved = {old}
     last = new
@@ -120,14 +135,16 @@ def _move_users_after(program: Program, old: fx.Node, new: fx.Node) -> None:
 
 
 class _Tables:
-    """cos/sin tables as weights of the program, one pair for each pair of nodes that compute them."""
+    """cos/sin tables as weights of the program, one pair for each pair of nodes that compute
+    them."""
 
     def __init__(self, program: Program, max_len: int) -> None:
         self.program, self.max_len = program, max_len
         self.known: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, fx.Node, fx.Node] | str] = {}
 
     def prepare(self, cos: fx.Node, sin: fx.Node) -> str | None:
-        """Computes the tables; returns the reason if cos and sin are not a function of positions alone."""
+        """Computes the tables; returns the reason if cos and sin are not a function of positions
+        alone."""
         if (cos, sin) not in self.known:
             self.known[cos, sin] = self._make(cos, sin)
         made = self.known[cos, sin]
@@ -140,7 +157,9 @@ class _Tables:
         return made
 
     def _make(self, cos: fx.Node, sin: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | str:
-        leaves = [n for n in {*ancestors(cos), *ancestors(sin)} if n.op in ("placeholder", "get_attr")]
+        leaves = [
+            n for n in {*ancestors(cos), *ancestors(sin)} if n.op in ("placeholder", "get_attr")
+        ]
         inputs = [node for node in leaves if node.op == "placeholder"]
         if len(inputs) != 1:
             return f"cos and sin depend on {sorted(map(str, inputs))}, expected the positions alone"
@@ -165,7 +184,9 @@ class _Tables:
         return inputs[0], tables[0], tables[1]
 
 
-def _evaluate(node: fx.Node, positions: fx.Node, value: Tensor, constants: dict[str, Tensor]) -> Tensor:
+def _evaluate(
+    node: fx.Node, positions: fx.Node, value: Tensor, constants: dict[str, Tensor]
+) -> Tensor:
     """Runs the part of the graph that computes `node` on real positions."""
     needed = set(ancestors(node))
     env: dict[fx.Node, Any] = {}

@@ -1,8 +1,9 @@
-"""The rule engine: applies one rewrite rule everywhere it matches and accounts for where it does not.
+"""The rule engine: applies one rewrite rule everywhere it matches and accounts for where it does
+not.
 
-A rule is data: a pattern, the operator that marks a candidate (its anchor), a check that may refuse a match with a
-reason, and the rewrite. Values that something else still reads are kept: a rewrite replaces the uses of the root,
-and only dead nodes are removed.
+A rule is data: a pattern, the operator that marks a candidate (its anchor), a check that may refuse
+a match with a reason, and the rewrite. Values that something else still reads are kept: a rewrite
+replaces the uses of the root, and only dead nodes are removed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class PassResult:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """name: of the pass. root: operator of the pattern's last node. anchor: operator that marks a candidate.
+    """name: of the pass. root: operator of the pattern's last node. anchor: operator that marks a
+    candidate.
 
     check returns the reason to refuse a match, or None; rewrite changes the graph for one match.
     """

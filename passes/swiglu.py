@@ -1,7 +1,8 @@
-"""Gate-up + SwiGLU: down(silu(gate(x)) * up(x)) with gate and up as one matrix product and one activation node.
+"""Gate-up + SwiGLU: down(silu(gate(x)) * up(x)) with gate and up as one matrix product and one
+activation node.
 
-Seen in the MLP of Llama, Qwen and DeepSeek (also its shared experts). The halves keep their order: silu is applied to
-the gate, which comes first. Other activations (gelu, sigmoid) are near-misses.
+Seen in the MLP of Llama, Qwen and DeepSeek (also its shared experts). The halves keep their order:
+silu is applied to the gate, which comes first. Other activations (gelu, sigmoid) are near-misses.
 """
 
 from __future__ import annotations

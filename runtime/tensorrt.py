@@ -19,7 +19,8 @@ from seekforge.kernels.errors import EngineError
 from seekforge.runtime.bindings import bindings
 from seekforge.runtime.manifest import Manifest, unfit_reason
 from seekforge.runtime.profiles import largest, profile_from_json, select_profile
-from seekforge.runtime.session import Chunk, PaddedBatch, padded_batches, scatter_kv
+from seekforge.runtime.padded import make_pools, run_padded
+from seekforge.runtime.session import Chunk
 from seekforge.runtime.tensorrt_api import Log, capture, import_tensorrt, process_logger
 
 ENGINE_NAME = "model.engine"
@@ -79,38 +80,13 @@ class TensorRTSession:
                 f"{most}"
             )
         self._pools = {}  # the old ones go before the new ones are made
-        shape = (num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
-        dtype = getattr(torch, kv.dtype)
-        self._pools = {
-            f"{side}_pool_{layer}": torch.zeros(shape, dtype=dtype, device=self._device)
-            for layer in range(kv.num_layers)
-            for side in ("k", "v")
-        }
+        self._pools = make_pools(kv, num_blocks, block_size, self._device)
 
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
-        assert self._pools, "allocate() comes before step()"
-        rows = sum(len(chunk.rows) for chunk in chunks)
-        logits = torch.empty(rows, self.manifest.vocab_size)
-        for batch in padded_batches(chunks, self.manifest.kv.block_size):
-            outputs = self._run(batch)
-            for layer in range(self.manifest.kv.num_layers):
-                for side in ("k", "v"):
-                    new = outputs[f"new_{side}_{layer}"]
-                    scatter_kv(self._pools[f"{side}_pool_{layer}"], new, batch.slots)
-            if len(batch.output_rows):
-                logits[batch.output_rows] = outputs["logits"].float().cpu()
-        return logits
+        return run_padded(self.manifest, self._pools, chunks, self._run)
 
-    def _run(self, batch: PaddedBatch) -> dict[str, Tensor]:
+    def _run(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """One execution -> outputs by name, on the device, ordered by its current stream."""
-        given = {
-            "token_ids": batch.token_ids,
-            "positions": batch.positions,
-            "block_tables": batch.block_tables,
-            "past_lens": batch.past_lens,
-            "logits_rows": batch.logits_rows,
-            **self._pools,
-        }
         inputs = bindings(self.manifest.inputs, given, self._device)
         cuda = self._device.type == "cuda"
         stream = torch.cuda.current_stream(self._device).cuda_stream if cuda else 0

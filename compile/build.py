@@ -1,0 +1,415 @@
+"""The build: a checkpoint in, a bundle of engine directories out, each verified before it appears.
+
+    open -> export -> passes -> weights -> lower -> verify -> rename into place
+
+Engines are made in a temporary directory beside their place and renamed at the end; the manifest is written last. A
+build that fails or is killed leaves nothing that loads. Engines of one bundle that take the same weights share one
+file (hard links).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seekforge.compile import compare, inductor, onnx, profiles, tensorrt
+from seekforge.compile.export import export_module
+from seekforge.compile.steps import Steps
+from seekforge.compile.weights import WEIGHTS_NAME, write_weights
+from seekforge.kernels.errors import BuildError, InputError
+from seekforge.models.checkpoint import Checkpoint, open_checkpoint, tensor_for_parameter
+from seekforge.models.families import expected_fusions
+from seekforge.models.module import build_module
+from seekforge.models.spec import check_max_len
+from seekforge.passes.kv_cache import GraphInput
+from seekforge.passes.pipeline import run_pipeline
+from seekforge.passes.program import Program
+from seekforge.passes.rule import PassResult
+from seekforge.runtime.manifest import (
+    BACKENDS,
+    FORMAT_VERSION,
+    Generation,
+    KVLayout,
+    Limits,
+    Manifest,
+    TensorSpec,
+    file_entries,
+    unfit_reason,
+    write_manifest,
+)
+from seekforge.runtime.profiles import profile_to_json
+
+FORMS = {"inductor": "ragged", "onnxruntime": "padded", "tensorrt": "padded", "tensorrt-rtx": "padded"}
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to build. dtype "auto": float32 on the CPU, the checkpoint's own on a GPU, float16 for TensorRT.
+
+    max_len: tokens of a sequence; None: the model's own, at most 2048. max_chunk: prefill tokens of a step.
+    target: compute capability of tensorrt-rtx engines.
+    """
+
+    backends: tuple[str, ...] = ("inductor", "onnxruntime", "tensorrt-rtx")
+    dtype: str = "auto"
+    device: str = "cpu"
+    max_batch: int = 8
+    max_len: int | None = None
+    max_chunk: int = 512
+    block_size: int = 16
+    target: str = "8.9"
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        for backend in self.backends:
+            if backend not in BACKENDS:
+                raise InputError(f"--backend {backend}: unknown; one of {', '.join(BACKENDS)}")
+        if not self.backends:
+            raise InputError("no backend named; give at least one with --backend")
+        if self.dtype not in ("auto", *DTYPES):
+            raise InputError(f"--dtype {self.dtype}: unknown; one of auto, {', '.join(DTYPES)}")
+        if self.device not in ("cpu", "cuda"):
+            raise InputError(f"--device {self.device}: unknown; cpu or cuda")
+        for name in ("max_batch", "max_len", "max_chunk", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name.replace('_', '-')} is {value}; at least 1 was expected")
+
+
+DEFAULT_MAX_LEN = 2048
+
+
+def build(checkpoint_path: Path, out: Path, options: Options, steps: Steps | None = None) -> list[Path]:
+    """Builds one engine directory for each backend below `out`; returns them.
+
+    Raises InputError (CheckpointError) before anything heavy for what can be known then, BuildError for a step
+    that failed; finished engines stay, the failed one leaves nothing.
+    """
+    checkpoint = open_checkpoint(checkpoint_path)
+    spec = checkpoint.spec
+    max_len = options.max_len or min(DEFAULT_MAX_LEN, spec.max_position_embeddings)
+    check_max_len(checkpoint.config, max_len)
+    limits = Limits(max_len, options.max_batch, min(options.max_chunk, max_len))
+    _check_writable(out)
+    for backend in options.backends:
+        _check_backend(backend, options)
+    subject = f"{spec.model_type} {spec.num_layers}x{spec.hidden_size}"
+    steps = steps or Steps(subject)
+    steps.subject = subject
+    for line in checkpoint.warnings:
+        steps.console.print(f"warning: {line}", style="yellow", highlight=False)
+    job = _Job(checkpoint, out, options, limits, steps)
+    return [job.build(backend) for backend in options.backends]
+
+
+class _Job:
+    """One build call: what its engines share."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, out: Path, options: Options, limits: Limits, steps: Steps
+    ) -> None:
+        self.checkpoint, self.out, self.options = checkpoint, out, options
+        self.limits, self.steps = limits, steps
+        self.weights: dict[str, Path] = {}
+
+    def build(self, backend: str) -> Path:
+        self.steps.console.print(f"{backend}", style="bold")
+        first = len(self.steps.done)
+        dtype = self._dtype(backend)
+        with _atomic(self.out / backend) as folder:
+            program, inputs, passes = self._program(FORMS[backend], DTYPES[dtype])
+            self._write_weights(program, folder, dtype)
+            facts = getattr(self, f"_{backend.replace('-', '_')}")(program, inputs, folder)
+            for name in TOKENIZER_FILES:
+                if (self.checkpoint.path / name).is_file():
+                    shutil.copyfile(self.checkpoint.path / name, folder / name)
+            manifest = self._manifest(backend, dtype, program, inputs, passes, facts, folder)
+            manifest = dataclasses.replace(manifest, steps=tuple(self.steps.done[first:]))
+            write_manifest(folder, manifest)
+            receipt = self._verify(backend, folder)
+            write_manifest(
+                folder,
+                dataclasses.replace(
+                    manifest, receipt=receipt, steps=tuple(self.steps.done[first:])
+                ),
+            )
+        return self.out / backend
+
+    def _dtype(self, backend: str) -> str:
+        if self.options.dtype != "auto":
+            return self.options.dtype
+        if backend.startswith("tensorrt"):
+            return "float16"
+        if self.options.device == "cpu":
+            return "float32"
+        stored = str(self.checkpoint.config.dtype).removeprefix("torch.")
+        return stored if stored in DTYPES else "bfloat16"
+
+    def _program(
+        self, form: str, dtype: torch.dtype
+    ) -> tuple[Program, list[GraphInput], list[PassResult]]:
+        with self.steps.step("export"):
+            module = build_module(self.checkpoint.config, dtype)
+            names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+            sources = {name: tensor_for_parameter(self.checkpoint, name) for name in names}
+            program = export_module(module, sources, self.limits.max_len)
+        with self.steps.step("passes"):
+            passes, inputs = run_pipeline(
+                program, form, self.limits.max_len, expected_fusions(self.checkpoint.spec)
+            )
+        fired = ", ".join(f"{p.name} {p.fired}" for p in passes if "clean" not in p.name and p.name != "normalise")
+        self.steps.console.print(f"    {fired}", highlight=False, style="dim")
+        return program, inputs, passes
+
+    def _write_weights(self, program: Program, folder: Path, dtype: str) -> None:
+        """Writes the weights, or links them to those of an engine built just before with the same ones."""
+        target = folder / WEIGHTS_NAME
+        key = _weights_key(program)
+        if key in self.weights and self.weights[key].exists():
+            try:
+                os.link(self.weights[key], target)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(self.weights[key], target)
+        else:
+            with self.steps.step("weights"):
+                write_weights(program, self.checkpoint, target)
+        self.weights[key] = self.out / folder.name.split(".")[1] / WEIGHTS_NAME
+
+    def _inductor(
+        self, program: Program, inputs: list[GraphInput], folder: Path
+    ) -> dict[str, Any]:
+        device = self.options.device
+        with self.steps.step("compile (any number of tokens)"):
+            inductor.lower_inductor(program, inputs, device, folder / inductor.MODEL_NAME, {})
+        if device == "cpu":
+            with self.steps.step("compile (one token)"):
+                inductor.lower_inductor(
+                    program, inputs, device, folder / inductor.DECODE_NAME, inductor.ONE_TOKEN
+                )
+        capability = None
+        if device == "cuda":
+            capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        return {
+            "backend_version": torch.__version__,
+            "device": device,
+            "compute_capability": capability,
+        }
+
+    def _onnxruntime(
+        self, program: Program, inputs: list[GraphInput], folder: Path
+    ) -> dict[str, Any]:
+        import onnxruntime
+
+        with self.steps.step("ONNX"):
+            model = onnx.write_onnx(program, inputs, folder / WEIGHTS_NAME, folder / "model.onnx")
+        counts: dict[str, int] = {}
+        for node in model.graph.node:
+            counts[node.op_type] = counts.get(node.op_type, 0) + 1
+        return {
+            "backend_version": onnxruntime.__version__,
+            "device": self.options.device,
+            "compute_capability": None,
+            "layers": {"onnx": dict(sorted(counts.items(), key=lambda item: -item[1]))},
+        }
+
+    def _tensorrt(
+        self, program: Program, inputs: list[GraphInput], folder: Path, product: str = "tensorrt"
+    ) -> dict[str, Any]:
+        with self.steps.step("ONNX"):
+            onnx.write_onnx(program, inputs, folder / WEIGHTS_NAME, folder / "model.onnx")
+        ranges = profiles.make_profiles(self.limits, self._kv(program))
+        log = self.out / f"{product}.log"
+        with self.steps.step(f"{product} build"):
+            result = tensorrt.build_tensorrt(
+                folder / "model.onnx",
+                folder / "model.engine",
+                product=product,
+                profiles=ranges,
+                compute_capabilities=[self.options.target] if product == "tensorrt-rtx" else [],
+                log_path=log,
+                allow_unfused_attention=program.tensor(next(iter(program.weights))).dtype
+                == torch.float32,
+            )
+        # The engine holds its own copy of the weights; the ONNX files were only the way there.
+        (folder / "model.onnx").unlink()
+        (folder / WEIGHTS_NAME).unlink()
+        return {
+            "backend_version": result.backend_version,
+            "device": "cuda",
+            "compute_capability": self.options.target if product == "tensorrt-rtx" else None,
+            "layers": result.layers,
+            "profiles": tuple(profile_to_json(profile) for profile in ranges),
+            "inputs": result.inputs,
+            "outputs": result.outputs,
+        }
+
+    def _tensorrt_rtx(
+        self, program: Program, inputs: list[GraphInput], folder: Path
+    ) -> dict[str, Any]:
+        return self._tensorrt(program, inputs, folder, "tensorrt-rtx")
+
+    def _kv(self, program: Program) -> KVLayout:
+        spec = self.checkpoint.spec
+        dtype = str(program.graph.find_nodes(op="placeholder")[-1].meta["val"].dtype)
+        return KVLayout(
+            num_layers=spec.num_layers,
+            block_size=self.options.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=dtype.removeprefix("torch."),
+            dynamic_block_size=True,
+        )
+
+    def _manifest(
+        self,
+        backend: str,
+        dtype: str,
+        program: Program,
+        inputs: list[GraphInput],
+        passes: list[PassResult],
+        facts: dict[str, Any],
+        folder: Path,
+    ) -> Manifest:
+        checkpoint = self.checkpoint
+        kv = self._kv(program)
+        if backend.startswith("tensorrt"):
+            kv = dataclasses.replace(kv, dynamic_block_size=False)
+        with self.steps.step("checksums"):
+            files = file_entries(folder)
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            seekforge_version=version("seekforge"),
+            backend=backend,
+            form=FORMS[backend],
+            dtype=dtype,
+            model=checkpoint.spec.to_dict() | {"checkpoint": str(checkpoint.path.resolve())},
+            limits=self.limits,
+            kv=kv,
+            generation=Generation(checkpoint.eos_token_ids, checkpoint.bos_token_id, None),
+            quantization=None,
+            passes=tuple(dataclasses.asdict(result) for result in passes),
+            receipt=None,
+            steps=(),
+            files=files,
+            **{
+                "layers": None,
+                "profiles": (),
+                "inputs": tuple(
+                    TensorSpec(i.name, str(i.dtype).removeprefix("torch."), i.dims) for i in inputs
+                ),
+                "outputs": _output_specs(program),
+                **facts,
+            },
+        )
+
+    def _verify(self, backend: str, folder: Path) -> dict[str, Any]:
+        """Compares the engine with eager; its receipt. An engine that can't run here says so in it."""
+        if not self.options.verify:
+            return {"executed": False, "reason": "built with --no-verify"}
+        session_reason = _cannot_run(folder)
+        if session_reason:
+            self.steps.console.print(f"    not executed: {session_reason}", highlight=False)
+            return {"executed": False, "reason": session_reason}
+        with self.steps.step("verify"):
+            result = compare.compare(
+                [folder], self.checkpoint.path, prompts=compare.PROMPTS[:2], max_tokens=8
+            )
+        (engine,) = result.engines
+        if not engine.passed:
+            raise BuildError(
+                f"the {backend} engine does not compute what the checkpoint computes:\n"
+                + compare.format_table(result)
+            )
+        self.steps.console.print(f"    {engine.summary()}", highlight=False, style="dim")
+        return {"executed": True, **engine.to_dict()}
+
+
+def _cannot_run(folder: Path) -> str | None:
+    from seekforge.runtime.manifest import read_manifest
+
+    return unfit_reason(read_manifest(folder, check_files=False))
+
+
+def _output_specs(program: Program) -> tuple[TensorSpec, ...]:
+    specs = []
+    for name, node in zip(program.outputs, program.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+        value = node.meta["val"]
+        lead: tuple[str, ...] = ("rows",) if name == "logits" else ("batch", "seq")
+        shape = (*lead, *map(int, value.shape[len(lead) :]))
+        specs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), shape))
+    return tuple(specs)
+
+
+def _weights_key(program: Program) -> str:
+    """What decides the bytes of the weights file, for one checkpoint."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(program.weights.items()):
+        meta = program.tensor(name)
+        digest.update(f"{name} {meta.dtype} {tuple(meta.shape)} {weight.sources}\n".encode())
+        if weight.value is not None:
+            digest.update(weight.value.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_backend(backend: str, options: Options) -> None:
+    """Refuses before anything heavy what is known to fail."""
+    import importlib.util
+
+    module, extra = BACKENDS[backend]
+    if importlib.util.find_spec(module) is None:
+        package = f"seekforge[{extra}]" if extra else module.replace("_", "-")
+        raise InputError(f"--backend {backend} needs {module}: pip install '{package}'")
+    if options.device == "cuda" and backend == "inductor" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no GPU on this machine; use --device cpu")
+    if backend == "onnxruntime" and options.device == "cpu" and options.dtype == "bfloat16":
+        raise InputError(
+            "--dtype bfloat16: ONNX Runtime has no bfloat16 kernels for the CPU; use float32 or float16"
+        )
+
+
+def _check_writable(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise InputError(f"-o {out}: cannot be written ({error.strerror}); give another folder") from None
+
+
+@contextmanager
+def _atomic(target: Path) -> Iterator[Path]:
+    """A temporary directory that becomes `target` when the body succeeds, and vanishes when it fails."""
+    for stale in target.parent.glob(f".{target.name}.*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    folder.chmod(0o755)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if target.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        target.rename(old / "old")
+        folder.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        folder.rename(target)
+
+

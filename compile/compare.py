@@ -1,0 +1,213 @@
+"""Comparison of engines with transformers' eager model: the proof that compiled equals eager.
+
+fp32 eager is the judge. An engine in another dtype passes when its error against the judge is no worse than 1.1 times
+that of eager in the same dtype; an fp32 engine when its largest logit differs by no more than 2e-4 (on logits of
+ordinary size). Logits come from teacher forcing through the paged cache, tokens from greedy generation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from seekforge.compile.prompts import PROMPTS
+from seekforge.kernels.errors import InputError
+from seekforge.models.module import load_eager
+from seekforge.runtime.llm import LLM
+from seekforge.runtime.manifest import resolve_engine
+from seekforge.runtime.sampling import SamplingParams
+
+FP32_LIMIT = 2e-4
+DTYPE_FACTOR = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineResult:
+    """One engine (or eager in a lower dtype) against the fp32 judge, over all positions of all prompts.
+
+    mean_error, max_error: of the logits. kl: mean KL divergence in nats. top1: share of positions with the judge's
+    argmax. tokens: share of greedily generated tokens equal to those of eager in the engine's dtype, up to the first
+    that differs. limit: what `judged` must not exceed; judged: max_error for fp32, else mean_error.
+    """
+
+    name: str
+    dtype: str
+    max_error: float
+    mean_error: float
+    kl: float
+    top1: float
+    tokens: float
+    judged: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.judged <= self.limit  # NaN fails
+
+    def summary(self) -> str:
+        kind = "max" if self.dtype == "float32" else "mean"
+        return (
+            f"{kind} logit error {self.judged:.2e} (limit {self.limit:.2e}), top-1 {self.top1:.1%}, "
+            f"greedy tokens equal {self.tokens:.1%}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"passed": self.passed}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Engines, and eager itself in each of their lower dtypes."""
+
+    engines: tuple[EngineResult, ...]
+    eager: tuple[EngineResult, ...]
+    num_prompts: int
+    num_positions: int
+
+    @property
+    def passed(self) -> bool:
+        return all(engine.passed for engine in self.engines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "prompts": self.num_prompts,
+            "positions": self.num_positions,
+            "engines": [engine.to_dict() for engine in self.engines],
+            "eager": [dataclasses.asdict(eager) for eager in self.eager],
+        }
+
+
+def compare(
+    engines: Sequence[Path],
+    checkpoint: Path | None = None,
+    prompts: Sequence[str] = PROMPTS,
+    max_tokens: int = 64,
+) -> Comparison:
+    """Compares engine directories (or bundles) of one checkpoint with its eager model.
+
+    checkpoint: None for the one named in the first engine's manifest.
+    Raises InputError if that is gone, or an engine is of another model.
+    """
+    llms = [LLM(resolve_engine(engine)) for engine in engines]
+    source = checkpoint or Path(llms[0].manifest.model.get("checkpoint", ""))
+    if not (source / "config.json").is_file():
+        raise InputError(f"{source}: the engine's checkpoint is not there; give it with --checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    ids = [_fit(tokenizer(prompt).input_ids, llms, max_tokens) for prompt in prompts]
+    judge = load_eager(source, torch.float32)
+    eos = list(llms[0].manifest.generation.eos_token_ids)
+    texts = {"float32": _greedy(judge, ids, max_tokens, eos)}
+    # Positions are scored on prompt + the judge's own continuation: real text, and long enough.
+    full = [prompt + more for prompt, more in zip(ids, texts["float32"], strict=True)]
+    reference = [_eager_logits(judge, tokens) for tokens in full]
+    largest = max(float(logits.abs().max()) for logits in reference)
+    results, eager = [], {}
+    for dtype in dict.fromkeys(llm.manifest.dtype for llm in llms):
+        if dtype != "float32":
+            model = judge.to(getattr(torch, dtype))
+            texts[dtype] = _greedy(model, ids, max_tokens, eos)
+            logits = [_eager_logits(model, tokens) for tokens in full]
+            eager[dtype] = _result("eager", dtype, reference, logits, 1.0, float("inf"))
+            judge = load_eager(source, torch.float32)
+    del judge
+    gc.collect()
+    for llm, path in zip(llms, engines, strict=True):
+        dtype = llm.manifest.dtype
+        outputs = llm.generate(ids, SamplingParams(max_tokens=max_tokens))
+        found = [list(output.choices[0].token_ids) for output in outputs]
+        logits = [llm.score(tokens) for tokens in full]
+        limit = (
+            FP32_LIMIT * max(1.0, largest / 32)
+            if dtype == "float32"
+            else DTYPE_FACTOR * eager[dtype].mean_error
+        )
+        share = _equal_share(texts[dtype], found)
+        name = f"{path.name.lstrip('.').split('.')[0]}" if path.name else llm.manifest.backend
+        results.append(_result(name, dtype, reference, logits, share, limit))
+    return Comparison(
+        tuple(results), tuple(eager.values()), len(ids), sum(len(tokens) for tokens in full)
+    )
+
+
+def _fit(ids: list[int], llms: Sequence[LLM], max_tokens: int) -> list[int]:
+    """A prompt cut so that it and max_tokens more fit every engine."""
+    room = min(llm.max_len for llm in llms) - max_tokens
+    if room < 1:
+        raise InputError(f"max_tokens {max_tokens} leaves no room for a prompt; lower it")
+    return list(ids)[:room]
+
+
+@torch.inference_mode()
+def _greedy(model: nn.Module, prompts: list[list[int]], count: int, eos: list[int]) -> list[list[int]]:
+    """transformers' own generate, one prompt at a time."""
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
+            eos_token_id=eos or None, pad_token_id=eos[0] if eos else None,
+        )  # fmt: skip
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+@torch.inference_mode()
+def _eager_logits(model: nn.Module, tokens: list[int]) -> Tensor:
+    logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+    return logits
+
+
+def _result(
+    name: str, dtype: str, reference: list[Tensor], found: list[Tensor], tokens: float, limit: float
+) -> EngineResult:
+    judge, logits = torch.cat(reference), torch.cat(found)
+    error = (judge - logits).abs()
+    log_p, log_q = judge.log_softmax(-1), logits.log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    largest, mean = float(error.max()), float(error.mean())
+    return EngineResult(
+        name=name,
+        dtype=dtype,
+        max_error=largest,
+        mean_error=mean,
+        kl=float(kl),
+        top1=float((judge.argmax(-1) == logits.argmax(-1)).float().mean()),
+        tokens=tokens,
+        judged=largest if dtype == "float32" else mean,
+        limit=limit,
+    )
+
+
+def _equal_share(expected: list[list[int]], found: list[list[int]]) -> float:
+    """Share of the expected tokens that were generated before the first difference of their prompt."""
+    equal = 0
+    for want, got in zip(expected, found, strict=True):
+        differs = [i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b]
+        equal += differs[0] if differs else min(len(want), len(got))
+    return equal / max(1, sum(map(len, expected)))
+
+
+def format_table(comparison: Comparison) -> str:
+    """The comparison as text, one line for each engine and for eager in a lower dtype."""
+    head = f"{'':<16}{'dtype':<10}{'max err':>10}{'mean err':>10}{'KL':>10}{'top-1':>8}{'tokens':>8}  verdict"
+    lines = [
+        f"{comparison.num_prompts} prompts, {comparison.num_positions} positions, against "
+        "transformers eager in float32",
+        head,
+    ]
+    for row in (*comparison.eager, *comparison.engines):
+        verdict = "" if row.name == "eager" else ("pass" if row.passed else "FAIL")
+        lines.append(
+            f"{row.name:<16}{row.dtype:<10}{row.max_error:>10.2e}{row.mean_error:>10.2e}"
+            f"{row.kl:>10.2e}{row.top1:>8.1%}{row.tokens:>8.1%}  {verdict}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,100 @@
+"""The steps of a build: progress while they run, seconds and peak memory when they are done.
+
+The expected time of a step is what it took in the last build of a model of that shape, kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from seekforge.models.default import cache_folder
+
+
+class Steps:
+    """Runs named steps. `done` is the manifest's list of {"name", "seconds", "peak_bytes"}."""
+
+    def __init__(self, subject: str, console: Console | None = None) -> None:
+        """subject: what durations are remembered for, such as "llama 30x576 float32"."""
+        self.subject = subject
+        self.console = console or Console(stderr=True)
+        self.done: list[dict[str, Any]] = []
+
+    @contextmanager
+    def step(self, name: str, detail: str = "") -> Iterator[None]:
+        """Shows `name`, elapsed and expected seconds while the body runs, then one line."""
+        expected = _recall(self.subject, name)
+        hint = f" (expected {expected:.0f} s)" if expected and expected >= 1 else ""
+        _reset_peak()
+        start = time.perf_counter()
+        with Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        ) as bar:
+            bar.add_task(f"{name}{hint}", total=None)
+            yield
+        seconds, peak = time.perf_counter() - start, peak_bytes()
+        self.done.append({"name": name, "seconds": round(seconds, 3), "peak_bytes": peak})
+        _remember(self.subject, name, seconds)
+        self.console.print(
+            f"  {name:<34} {seconds:7.1f} s   peak {peak / 2**30:5.2f} GiB   {detail}".rstrip(),
+            highlight=False,
+        )
+
+
+def peak_bytes() -> int:
+    """Peak resident memory of this process since the step began (since its start where the OS can't tell)."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _reset_peak() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets VmHWM
+    except OSError:
+        return
+
+
+def _durations_file() -> Path:
+    return cache_folder().parent / "durations.json"
+
+
+def _recall(subject: str, name: str) -> float | None:
+    try:
+        seconds = json.loads(_durations_file().read_text())[subject][name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return float(seconds)
+
+
+def _remember(subject: str, name: str, seconds: float) -> None:
+    path = _durations_file()
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        known = {}
+    known.setdefault(subject, {})[name] = round(seconds, 2)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{time.monotonic_ns()}")
+        temporary.write_text(json.dumps(known, indent=1, sort_keys=True))
+        temporary.replace(path)
+    except OSError:
+        return  # a read-only cache costs the next build its estimate, nothing else

@@ -1,0 +1,64 @@
+"""What sessions of the padded form share: pools, a step as padded batches, shapes of the outputs.
+
+The graph is pure: it reads the pools and returns the new keys and values, which are scattered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from seekforge.runtime.manifest import KVLayout, Manifest
+from seekforge.runtime.session import Chunk, padded_batches, scatter_kv
+
+Run = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # inputs by name -> outputs by name
+
+
+def make_pools(
+    kv: KVLayout, num_blocks: int, block_size: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Zeroed pools k_pool_0, v_pool_0, k_pool_1, …, each [blocks, block_size, kv_heads, head_dim]."""
+    shape = (num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
+    dtype = getattr(torch, kv.dtype)
+    return {
+        f"{side}_pool_{layer}": torch.zeros(shape, dtype=dtype, device=device)
+        for layer in range(kv.num_layers)
+        for side in ("k", "v")
+    }
+
+
+def run_padded(
+    manifest: Manifest, pools: dict[str, Tensor], chunks: Sequence[Chunk], run: Run
+) -> Tensor:
+    """One step: `run` for each padded batch, then its new K and V into the pools -> logits."""
+    assert pools, "allocate() comes before step()"
+    rows = sum(len(chunk.rows) for chunk in chunks)
+    logits = torch.empty(rows, manifest.vocab_size)
+    for batch in padded_batches(chunks, pools["k_pool_0"].shape[1]):
+        outputs = run(
+            {
+                "token_ids": batch.token_ids,
+                "positions": batch.positions,
+                "block_tables": batch.block_tables,
+                "past_lens": batch.past_lens,
+                "logits_rows": batch.logits_rows,
+                **pools,
+            }
+        )
+        for name, pool in pools.items():  # k_pool_3 <- new_k_3
+            scatter_kv(pool, outputs["new_" + name.replace("pool_", "")], batch.slots)
+        if len(batch.output_rows):
+            logits[batch.output_rows] = outputs["logits"].float().cpu()
+    return logits
+
+
+def output_shapes(manifest: Manifest, inputs: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of every output of one run, from the sizes of its inputs."""
+    batch, seq = inputs["token_ids"].shape
+    sizes = {"rows": len(inputs["logits_rows"]), "batch": batch, "seq": seq}
+    return {
+        spec.name: tuple(sizes[d] if isinstance(d, str) else d for d in spec.shape)
+        for spec in manifest.outputs
+    }
