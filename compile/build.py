@@ -2,9 +2,9 @@
 
     open -> export -> passes -> weights -> lower -> verify -> rename into place
 
-Engines are made in a temporary directory beside their place and renamed at the end; the manifest is written last. A
-build that fails or is killed leaves nothing that loads. Engines of one bundle that take the same weights share one
-file (hard links).
+Engines are made in a temporary directory beside their place and renamed at the end; the manifest is
+written last. A build that fails or is killed leaves nothing that loads. Engines of one bundle that
+take the same weights share one file (hard links).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 
 from seekforge.compile import compare, inductor, onnx, profiles, tensorrt
 from seekforge.compile.export import export_module
+from seekforge.compile.prompts import PROMPTS
 from seekforge.compile.steps import Steps
 from seekforge.compile.weights import WEIGHTS_NAME, write_weights
 from seekforge.kernels.errors import BuildError, InputError
@@ -50,7 +51,12 @@ from seekforge.runtime.manifest import (
 )
 from seekforge.runtime.profiles import profile_to_json
 
-FORMS = {"inductor": "ragged", "onnxruntime": "padded", "tensorrt": "padded", "tensorrt-rtx": "padded"}
+FORMS = {
+    "inductor": "ragged",
+    "onnxruntime": "padded",
+    "tensorrt": "padded",
+    "tensorrt-rtx": "padded",
+}
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
@@ -60,10 +66,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to build. dtype "auto": float32 on the CPU, the checkpoint's own on a GPU, float16 for TensorRT.
+    """What to build.
 
-    max_len: tokens of a sequence; None: the model's own, at most 2048. max_chunk: prefill tokens of a step.
-    target: compute capability of tensorrt-rtx engines.
+    dtype "auto": float32 on the CPU, the checkpoint's own on a GPU, float16 for TensorRT.
+
+    max_len: tokens of a sequence; None: the model's own, at most 2048. max_chunk: prefill tokens of
+    a step. target: compute capability of tensorrt-rtx engines.
     """
 
     backends: tuple[str, ...] = ("inductor", "onnxruntime", "tensorrt-rtx")
@@ -95,11 +103,13 @@ class Options:
 DEFAULT_MAX_LEN = 2048
 
 
-def build(checkpoint_path: Path, out: Path, options: Options, steps: Steps | None = None) -> list[Path]:
+def build(
+    checkpoint_path: Path, out: Path, options: Options, steps: Steps | None = None
+) -> list[Path]:
     """Builds one engine directory for each backend below `out`; returns them.
 
-    Raises InputError (CheckpointError) before anything heavy for what can be known then, BuildError for a step
-    that failed; finished engines stay, the failed one leaves nothing.
+    Raises InputError (CheckpointError) before anything heavy for what can be known then, BuildError
+    for a step that failed; finished engines stay, the failed one leaves nothing.
     """
     checkpoint = open_checkpoint(checkpoint_path)
     spec = checkpoint.spec
@@ -173,12 +183,15 @@ class _Job:
             passes, inputs = run_pipeline(
                 program, form, self.limits.max_len, expected_fusions(self.checkpoint.spec)
             )
-        fired = ", ".join(f"{p.name} {p.fired}" for p in passes if "clean" not in p.name and p.name != "normalise")
+        fired = ", ".join(
+            f"{p.name} {p.fired}" for p in passes if "clean" not in p.name and p.name != "normalise"
+        )
         self.steps.console.print(f"    {fired}", highlight=False, style="dim")
         return program, inputs, passes
 
     def _write_weights(self, program: Program, folder: Path, dtype: str) -> None:
-        """Writes the weights, or links them to those of an engine built just before with the same ones."""
+        """Writes the weights, or links them to those of an engine built just before with the same
+        ones."""
         target = folder / WEIGHTS_NAME
         key = _weights_key(program)
         if key in self.weights and self.weights[key].exists():
@@ -191,9 +204,7 @@ class _Job:
                 write_weights(program, self.checkpoint, target)
         self.weights[key] = self.out / folder.name.split(".")[1] / WEIGHTS_NAME
 
-    def _inductor(
-        self, program: Program, inputs: list[GraphInput], folder: Path
-    ) -> dict[str, Any]:
+    def _inductor(self, program: Program, inputs: list[GraphInput], folder: Path) -> dict[str, Any]:
         device = self.options.device
         with self.steps.step("compile (any number of tokens)"):
             inductor.lower_inductor(program, inputs, device, folder / inductor.MODEL_NAME, {})
@@ -319,7 +330,7 @@ class _Job:
         )
 
     def _verify(self, backend: str, folder: Path) -> dict[str, Any]:
-        """Compares the engine with eager; its receipt. An engine that can't run here says so in it."""
+        """Compares the engine with eager: its receipt. One that can't run here says so in it."""
         if not self.options.verify:
             return {"executed": False, "reason": "built with --no-verify"}
         session_reason = _cannot_run(folder)
@@ -328,7 +339,7 @@ class _Job:
             return {"executed": False, "reason": session_reason}
         with self.steps.step("verify"):
             result = compare.compare(
-                [folder], self.checkpoint.path, prompts=compare.PROMPTS[:2], max_tokens=8
+                [folder], self.checkpoint.path, prompts=PROMPTS[:2], max_tokens=8
             )
         (engine,) = result.engines
         if not engine.passed:
@@ -351,7 +362,7 @@ def _output_specs(program: Program) -> tuple[TensorSpec, ...]:
     for name, node in zip(program.outputs, program.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
         value = node.meta["val"]
         lead: tuple[str, ...] = ("rows",) if name == "logits" else ("batch", "seq")
-        shape = (*lead, *map(int, value.shape[len(lead) :]))
+        shape: tuple[int | str, ...] = (*lead, *map(int, value.shape[len(lead) :]))
         specs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), shape))
     return tuple(specs)
 
@@ -379,7 +390,8 @@ def _check_backend(backend: str, options: Options) -> None:
         raise InputError("--device cuda: torch sees no GPU on this machine; use --device cpu")
     if backend == "onnxruntime" and options.device == "cpu" and options.dtype == "bfloat16":
         raise InputError(
-            "--dtype bfloat16: ONNX Runtime has no bfloat16 kernels for the CPU; use float32 or float16"
+            "--dtype bfloat16: ONNX Runtime has no bfloat16 kernels for the CPU; "
+            "use float32 or float16"
         )
 
 
@@ -389,12 +401,15 @@ def _check_writable(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise InputError(f"-o {out}: cannot be written ({error.strerror}); give another folder") from None
+        raise InputError(
+            f"-o {out}: cannot be written ({error.strerror}); give another folder"
+        ) from None
 
 
 @contextmanager
 def _atomic(target: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `target` when the body succeeds, and vanishes when it fails."""
+    """A temporary directory that becomes `target` when the body succeeds, and vanishes when it
+    fails."""
     for stale in target.parent.glob(f".{target.name}.*"):
         shutil.rmtree(stale, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -411,5 +426,3 @@ def _atomic(target: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     else:
         folder.rename(target)
-
-

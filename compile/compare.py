@@ -1,8 +1,9 @@
 """Comparison of engines with transformers' eager model: the proof that compiled equals eager.
 
-fp32 eager is the judge. An engine in another dtype passes when its error against the judge is no worse than 1.1 times
-that of eager in the same dtype; an fp32 engine when its largest logit differs by no more than 2e-4 (on logits of
-ordinary size). Logits come from teacher forcing through the paged cache, tokens from greedy generation.
+fp32 eager is the judge. An engine in another dtype passes when its error against the judge is no
+worse than 1.1 times that of eager in the same dtype; an fp32 engine when its largest logit differs
+by no more than 2e-4 (on logits of ordinary size). Logits come from teacher forcing through the
+paged cache, tokens from greedy generation.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ DTYPE_FACTOR = 1.1
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """One engine (or eager in a lower dtype) against the fp32 judge, over all positions of all prompts.
+    """One engine (or eager in a lower dtype) against the fp32 judge, over all positions.
 
-    mean_error, max_error: of the logits. kl: mean KL divergence in nats. top1: share of positions with the judge's
-    argmax. tokens: share of greedily generated tokens equal to those of eager in the engine's dtype, up to the first
-    that differs. limit: what `judged` must not exceed; judged: max_error for fp32, else mean_error.
+    mean_error, max_error: of the logits. kl: mean KL divergence in nats. top1: share of positions
+    with the judge's argmax. tokens: share of greedily generated tokens equal to those of eager in
+    the engine's dtype, up to the first that differs. limit: what `judged` must not exceed; judged:
+    max_error for fp32, else mean_error.
     """
 
     name: str
@@ -55,8 +57,8 @@ class EngineResult:
     def summary(self) -> str:
         kind = "max" if self.dtype == "float32" else "mean"
         return (
-            f"{kind} logit error {self.judged:.2e} (limit {self.limit:.2e}), top-1 {self.top1:.1%}, "
-            f"greedy tokens equal {self.tokens:.1%}"
+            f"{kind} logit error {self.judged:.2e} (limit {self.limit:.2e}), "
+            f"top-1 {self.top1:.1%}, greedy tokens equal {self.tokens:.1%}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,7 +102,9 @@ def compare(
     llms = [LLM(resolve_engine(engine)) for engine in engines]
     source = checkpoint or Path(llms[0].manifest.model.get("checkpoint", ""))
     if not (source / "config.json").is_file():
-        raise InputError(f"{source}: the engine's checkpoint is not there; give it with --checkpoint")
+        raise InputError(
+            f"{source}: the engine's checkpoint is not there; give it with --checkpoint"
+        )
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     ids = [_fit(tokenizer(prompt).input_ids, llms, max_tokens) for prompt in prompts]
     judge = load_eager(source, torch.float32)
@@ -147,7 +151,9 @@ def _fit(ids: list[int], llms: Sequence[LLM], max_tokens: int) -> list[int]:
 
 
 @torch.inference_mode()
-def _greedy(model: nn.Module, prompts: list[list[int]], count: int, eos: list[int]) -> list[list[int]]:
+def _greedy(
+    model: nn.Module, prompts: list[list[int]], count: int, eos: list[int]
+) -> list[list[int]]:
     """transformers' own generate, one prompt at a time."""
     texts = []
     for prompt in prompts:
@@ -188,7 +194,7 @@ def _result(
 
 
 def _equal_share(expected: list[list[int]], found: list[list[int]]) -> float:
-    """Share of the expected tokens that were generated before the first difference of their prompt."""
+    """Share of the expected tokens generated before the first difference of their prompt."""
     equal = 0
     for want, got in zip(expected, found, strict=True):
         differs = [i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b]
@@ -198,7 +204,8 @@ def _equal_share(expected: list[list[int]], found: list[list[int]]) -> float:
 
 def format_table(comparison: Comparison) -> str:
     """The comparison as text, one line for each engine and for eager in a lower dtype."""
-    head = f"{'':<16}{'dtype':<10}{'max err':>10}{'mean err':>10}{'KL':>10}{'top-1':>8}{'tokens':>8}  verdict"
+    head = f"{'':<16}{'dtype':<10}{'max err':>10}{'mean err':>10}{'KL':>10}"
+    head += f"{'top-1':>8}{'tokens':>8}  verdict"
     lines = [
         f"{comparison.num_prompts} prompts, {comparison.num_positions} positions, against "
         "transformers eager in float32",

@@ -45,7 +45,7 @@ def export_module(module: nn.Module, sources: dict[str, str], max_len: int) -> P
         name = type(module).__name__
         raise BuildError(f"torch.export of {name} failed: {error}") from error
     lifted = exported.module(check_guards=False)
-    # A plain GraphModule: export's own checks its inputs in a hook, and passes are about to change them.
+    # A plain GraphModule: export's own checks its inputs in a hook, and passes will change them.
     graph_module = fx.GraphModule(lifted, lifted.graph)
     _check_symbolic(graph_module)
     weights = {}

@@ -1,8 +1,9 @@
 """Lowers a ragged program to AOTInductor packages: code only, the weights stay outside in one file.
 
-model.pt2 takes any number of tokens. decode.pt2 (CPU) is the same graph for exactly one token, where each linear layer
-becomes a loop that Inductor writes itself; see kernels/gemv.py. Element-wise operators are inlined as torch code, so
-that Inductor fuses them with their neighbours; attention stays a call of our operator.
+model.pt2 takes any number of tokens. decode.pt2 (CPU) is the same graph for exactly one token,
+where each linear layer becomes a loop that Inductor writes itself; see kernels/gemv.py. Element-
+wise operators are inlined as torch code, so that Inductor fuses them with their neighbours;
+attention stays a call of our operator.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def lower_inductor(
         shape = [d if isinstance(d, int) else sizes[d] for d in entry.dims]
         example.append(torch.zeros(shape, dtype=entry.dtype, device=device))
         free = [i for i, d in enumerate(entry.dims) if isinstance(d, str) and d not in fixed]
-        dynamic.append({i: torch.export.Dim.DYNAMIC for i in free} or None)
+        dynamic.append(dict.fromkeys(free, torch.export.Dim.DYNAMIC) or None)
     _register_gemv()
     try:
         with torch.no_grad():
@@ -63,7 +64,9 @@ def lower_inductor(
                 exported, package_path=str(path), inductor_configs=CONFIG
             )
     except Exception as error:
-        raise BuildError(f"AOTInductor could not compile the graph for {device}: {error}") from error
+        raise BuildError(
+            f"AOTInductor could not compile the graph for {device}: {error}"
+        ) from error
 
 
 def _trainless_copy(program: Program, device: str, one_token: bool) -> fx.GraphModule:
@@ -100,7 +103,8 @@ def _use_gemv(node: fx.Node) -> None:
 
 
 def _register_gemv() -> None:
-    """Tells Inductor how to lower `seekforge::gemv`: multiply and sum, input and output kept in memory."""
+    """Tells Inductor how to lower `seekforge::gemv`: multiply and sum, input and output kept in
+    memory."""
     from torch._inductor.lowering import lowerings, register_lowering, to_dtype
 
     if gemv in lowerings:

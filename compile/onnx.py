@@ -1,9 +1,10 @@
 """Lowers a padded program to ONNX (opset 23), one graph for ONNX Runtime and TensorRT.
 
-Own translation of a closed set of operators, one function each: `torch.onnx.export` of the same program costs several
-times as much (see docs/onnx.md) and would copy the weights; here the model's external data is the engine's
-weights.safetensors, which is not touched. Every node keeps the transformers source line it came from, so that a
-backend's refusal can be worded in the user's terms.
+Own translation of a closed set of operators, one function each: `torch.onnx.export` of the same
+program costs several times as much (see docs/onnx.md) and would copy the weights; here the model's
+external data is the engine's weights.safetensors, which is not touched. Every node keeps the
+transformers source line it came from, so that a backend's refusal can be worded in the user's
+terms.
 """
 
 from __future__ import annotations
@@ -115,12 +116,19 @@ class OnnxBuilder:
                     f"{source_line(node)}); add one to compile/onnx.py"
                 )
             args = fx.node.map_arg(node.args, lambda n: self.values[n])
-            value = rule(self, node, *args)
+            value: Any = rule(self, node, *args)
             if node in self.outputs:
                 value = self.op("Identity", value, output=self.outputs[node])
             self.values[node] = value
 
-    def op(self, kind: str, *inputs: str, output: str | None = None, outputs: int = 1, **attributes: Any) -> Any:
+    def op(
+        self,
+        kind: str,
+        *inputs: str,
+        output: str | None = None,
+        outputs: int = 1,
+        **attributes: Any,
+    ) -> Any:
         """Adds a node; equal nodes are added once. Returns its output name, or names if several."""
         key = (kind, inputs, outputs, tuple(sorted((k, str(v)) for k, v in attributes.items())))
         if output is None and key in self.known:
@@ -152,7 +160,8 @@ class OnnxBuilder:
         return candidate
 
     def weight(self, name: str) -> str:
-        """An initializer whose data lies in the weights file; a bare file name, so folders can move."""
+        """An initializer whose data lies in the weights file; a bare file name, so folders can
+        move."""
         if name not in self.names:
             meta = self.program.tensor(name)
             offset, length = self.offsets[name]
@@ -257,7 +266,9 @@ def _rope(
     rotated = []
     for x, argument in ((q, 0), (k, 1)):
         heads, head_dim = map(int, node.args[argument].meta["val"].shape[-2:])  # type: ignore[union-attr]
-        extra = {} if rotary_dim == head_dim else {"rotary_embedding_dim": rotary_dim}
+        extra: dict[str, Any] = (
+            {} if rotary_dim == head_dim else {"rotary_embedding_dim": rotary_dim}
+        )
         flat = _flatten_heads(b, x, heads * head_dim)
         y = b.op(
             "RotaryEmbedding", flat, cos, sin, positions, num_heads=heads,
@@ -280,7 +291,8 @@ def _gathered_attention(
     heads, head_dim = map(int, node.args[0].meta["val"].shape[-2:])  # type: ignore[union-attr]
     kv_heads = int(node.args[1].meta["val"].shape[-2])  # type: ignore[union-attr]
     v_dim = int(node.args[2].meta["val"].shape[-1])  # type: ignore[union-attr]
-    keys, values = [], []
+    keys: list[str] = []
+    values: list[str] = []
     for new, pool, width, parts in (
         (k, k_pool, kv_heads * head_dim, keys),
         (v, v_pool, kv_heads * v_dim, values),

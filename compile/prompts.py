@@ -1,4 +1,5 @@
-"""The prompts that engines are compared on when the user gives none: plain text, code, lists, other scripts."""
+"""The prompts that engines are compared on when the user gives none: plain text, code, lists, other
+scripts."""
 
 PROMPTS = (
     "The capital of France is",

@@ -1,6 +1,7 @@
 """The steps of a build: progress while they run, seconds and peak memory when they are done.
 
-The expected time of a step is what it took in the last build of a model of that shape, kept in the cache folder.
+The expected time of a step is what it took in the last build of a model of that shape, kept in the
+cache folder.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Steps:
 
 
 def peak_bytes() -> int:
-    """Peak resident memory of this process since the step began (since its start where the OS can't tell)."""
+    """Peak resident memory of this process since the step began (since its start where the OS can't
+    tell)."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

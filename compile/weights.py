@@ -52,7 +52,7 @@ def write_weights(
         for name in names:
             for part in parts(program.weights[name], checkpoint):
                 part = part.to(program.tensor(name).dtype).contiguous()
-                file.write(memoryview(part.flatten().view(torch.uint8).numpy()))
+                file.write(part.flatten().view(torch.uint8).numpy().data)
                 done += part.nbytes
             progress(done, offset)
     assert done == offset, f"{path}: wrote {done} bytes of {offset}"

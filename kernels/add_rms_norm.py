@@ -30,13 +30,16 @@ def add_rms_norm_kernel(x, residual, weight, y, total, hidden, eps, BLOCK: tl.co
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     at = row * hidden + column
-    value = tl.load(x + at, mask=inside, other=0.0) + tl.load(residual + at, mask=inside, other=0.0)
+    left = tl.load(x + at, mask=inside, other=0.0)
+    right = tl.load(residual + at, mask=inside, other=0.0)
+    value = (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
     tl.store(total + at, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden + eps)
     normed = (wide * scale).to(value.dtype)
     gain = tl.load(weight + column, mask=inside, other=0.0)
-    tl.store(y + at, gain * normed, mask=inside)
+    product = gain.to(tl.float32) * normed.to(tl.float32)
+    tl.store(y + at, product.to(value.dtype), mask=inside)
 
 
 def add_rms_norm_triton(

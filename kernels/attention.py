@@ -1,5 +1,4 @@
-"""Causal attention over whole sequences: the node that export leaves in the graph for each
-attention layer.
+"""Causal attention over whole sequences: the node that export leaves for each layer.
 
     q  [batch, seq, heads, qk_dim]
     k  [batch, seq, kv_heads, qk_dim]     kv_heads divides heads (grouped-query attention)
@@ -12,7 +11,6 @@ attention layer.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 

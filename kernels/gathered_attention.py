@@ -1,7 +1,7 @@
 """Attention over a paged KV cache, padded form: pure, for ONNX Runtime and TensorRT.
 
     q             [batch, seq, heads, qk_dim]
-    k, v          [batch, seq, kv_heads, qk_dim | v_dim]   this step's keys and values; not written anywhere
+    k, v          [batch, seq, kv_heads, qk_dim | v_dim]   this step's; not written anywhere
     k_pool        [blocks, block_size, kv_heads, qk_dim]   read through block_tables
     v_pool        [blocks, block_size, kv_heads, v_dim]
     block_tables  [batch, max_blocks]  int64

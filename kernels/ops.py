@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_library = torch.library.Library("seekforge", "DEF")
+_library: Any = torch.library.Library("seekforge", "DEF")  # type: ignore[no-untyped-call]
 
 
 def register(

@@ -1,11 +1,10 @@
-"""Attention over a paged KV cache, ragged form: prefill chunks and decodes of many sequences in one
-call.
+"""Attention over a paged KV cache, ragged form: prefill chunks and decodes in one call.
 
     q             [tokens, heads, qk_dim]
-    k, v          [tokens, kv_heads, qk_dim | v_dim]   new keys and values, written into the pools first
+    k, v          [tokens, kv_heads, qk_dim | v_dim]      new, written into the pools first
     k_pool        [blocks, block_size, kv_heads, qk_dim]  mutated
     v_pool        [blocks, block_size, kv_heads, v_dim]   mutated
-    slot_mapping  [tokens]            block * block_size + offset of each new token; negative: not written
+    slot_mapping  [tokens]  block * block_size + offset of each new token; negative: not written
     block_tables  [sequences, max_blocks]
     context_lens  [sequences]         tokens in the cache including this step's
     query_start   [sequences + 1]     sequence i owns rows query_start[i]:query_start[i + 1]
@@ -17,6 +16,8 @@ PagedAttention", 2023.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,8 +32,9 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping:
     if bool((slot_mapping < 0).any()):
         kept = slot_mapping >= 0
         k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
-    k_pool.flatten(0, 1).index_copy_(0, slot_mapping, k)
-    v_pool.flatten(0, 1).index_copy_(0, slot_mapping, v)
+    # view, not flatten: flatten would copy a pool with gaps between its blocks and lose the writes.
+    k_pool.view(-1, *k_pool.shape[2:]).index_copy_(0, slot_mapping, k)
+    v_pool.view(-1, *v_pool.shape[2:]).index_copy_(0, slot_mapping, v)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -41,7 +43,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     rows, queries, heads, qk_dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
-    # The query heads of one KV head become queries of one tile: K and V are read once and never repeated.
+    # The query heads of one KV head become queries of one tile: K and V are never repeated.
     packed = q.view(rows, queries, kv_heads, group, qk_dim).permute(0, 2, 3, 1, 4)
     packed = packed.reshape(rows, kv_heads, group * queries, qk_dim)
     if mask is not None:
@@ -59,7 +61,7 @@ def paged_attention_reference(
 ) -> Tensor:  # fmt: skip
     write_kv(k, v, k_pool, v_pool, slot_mapping)
     starts, contexts = query_start.tolist(), context_lens.tolist()
-    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    counts = [end - start for start, end in pairwise(starts)]
     block_size = k_pool.shape[1]
     y = q.new_empty(*q.shape[:-1], v.shape[-1])
 

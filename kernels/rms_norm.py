@@ -34,7 +34,8 @@ def rms_norm_kernel(x, weight, y, hidden, eps, BLOCK: tl.constexpr):  # type: ig
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden + eps)
     normed = (wide * scale).to(value.dtype)
     gain = tl.load(weight + column, mask=inside, other=0.0)
-    tl.store(y + row * hidden + column, gain * normed, mask=inside)
+    product = gain.to(tl.float32) * normed.to(tl.float32)  # exact, so it is rounded once
+    tl.store(y + row * hidden + column, product.to(value.dtype), mask=inside)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:

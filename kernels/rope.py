@@ -2,13 +2,14 @@
 
     q          [batch, seq, heads, head_dim]
     k          [batch, seq, kv_heads, head_dim]
-    cos, sin   [max_len, rotary_dim / 2]  fp32; row p holds position p, any scaling (linear, llama3, YaRN) inside
+    cos, sin   [max_len, rotary_dim / 2]  fp32; row p holds position p, with any scaling applied
     positions  [batch, seq]  int64, 0 <= p < max_len
     interleaved: pairs are (2i, 2i+1) instead of (i, i + rotary_dim / 2)
 
 The first rotary_dim values of each head are rotated, the rest pass through:
     y1 = x1 * cos - x2 * sin,  y2 = x2 * cos + x1 * sin
-computed in fp32 and rounded once. In fp32 that is bit for bit transformers' `q * cos + rotate_half(q) * sin`.
+computed in fp32 and rounded once. In fp32 that is bit for bit transformers'
+`q * cos + rotate_half(q) * sin`.
 Source: Su et al., "RoFormer", 2021.
 """
 

@@ -30,7 +30,8 @@ def swiglu_kernel(gate_up, y, intermediate, BLOCK: tl.constexpr):  # type: ignor
     up = tl.load(gate_up + row * 2 * intermediate + intermediate + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(y + row * intermediate + column, activated * up, mask=inside)
+    product = activated.to(tl.float32) * up.to(tl.float32)
+    tl.store(y + row * intermediate + column, product.to(gate.dtype), mask=inside)
 
 
 def swiglu_triton(gate_up: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 
 from seekforge.kernels.errors import SeekforgeError
 
+__all__ = ["jit", "next_power_of_2", "tl"]
+
 try:
     import triton
     import triton.language as tl

@@ -1,7 +1,6 @@
-"""Residual add + RMSNorm: one node that returns the norm and the sum, which the next residual add
-reads.
+"""Residual add + RMSNorm: one node that returns the norm and the sum, which is read again.
 
-    hidden = residual + hidden; normed = rms_norm(hidden)
+hidden = residual + hidden; normed = rms_norm(hidden)
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from seekforge.kernels.add_rms_norm import add_rms_norm as op
 from seekforge.kernels.rms_norm import rms_norm
 from seekforge.passes.pattern import Call, Match, Number, Var
-from seekforge.passes.program import Program
+from seekforge.passes.program import Program, same_shape
 from seekforge.passes.rule import Rule
 
 aten = torch.ops.aten
@@ -21,7 +20,7 @@ aten = torch.ops.aten
 
 def _check(program: Program, found: Match) -> str | None:
     x, residual = found["x"].meta["val"], found["residual"].meta["val"]
-    if x.shape != residual.shape or x.dtype != residual.dtype:
+    if not same_shape(x, residual) or x.dtype != residual.dtype:
         return f"adds {x.dtype} {tuple(x.shape)} and {residual.dtype} {tuple(residual.shape)}"
     return None
 

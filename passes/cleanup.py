@@ -1,8 +1,8 @@
-"""Clean-up: drops what changes no value (casts, views, transposes, slices, checks), common
-subexpressions, dead code.
+"""Clean-up: drops what changes no value, common subexpressions and dead code.
 
-Runs first, so that fusion patterns see one spelling whatever the dtype, and after the fusions,
-which leave transposes that cancel. Nothing here reorders arithmetic: results stay bitwise the same.
+No-op casts, views, transposes, slices and checks go. Runs first, so that fusion patterns see one
+spelling whatever the dtype, and after the fusions, which leave transposes that cancel. Nothing here
+reorders arithmetic: results stay bitwise the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from seekforge.passes.program import Program
+from seekforge.passes.program import Program, same_shape
 from seekforge.passes.rule import PassResult
 
 aten = torch.ops.aten
@@ -54,23 +54,17 @@ def _value(node: Any) -> Any:
     return node.meta["val"] if isinstance(node, fx.Node) else node
 
 
-def _same_shape(a: fx.Node, b: fx.Node) -> bool:
-    left, right = _value(a).shape, _value(b).shape
-    return len(left) == len(right) and all(_equal(x, y) for x, y in zip(left, right, strict=True))
+def _same_shape(a: Any, b: fx.Node) -> bool:
+    return same_shape(_value(a), _value(b))
 
 
-def _equal(a: Any, b: Any) -> bool:
-    """Equal for certain: same numbers, or the same symbolic expression."""
-    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
-        return bool(a.node.expr == b.node.expr)
-    return isinstance(a, int) and isinstance(b, int) and a == b
-
-
-def _cast(node: fx.Node) -> fx.Node | None:
-    source: Any = node.args[0]
-    # `to.device` on the meta device carries the trace's device, not a copy the model asks for.
-    same = _value(source).dtype == _value(node).dtype
-    return source if same else None
+def _cast(node: fx.Node) -> Any:
+    source, dtype = node.args[0], _value(node).dtype
+    if _value(source).dtype == dtype:
+        return source
+    # One spelling for patterns. The device in `to.device` is the trace's, not the model's wish.
+    node.target, node.args, node.kwargs = aten.to.dtype, (source, dtype), {}
+    return None
 
 
 def _alias(node: fx.Node) -> Any:
@@ -82,17 +76,18 @@ def _dropout(node: fx.Node) -> Any:
     return None if training else node.args[0]
 
 
-def _view(node: fx.Node) -> fx.Node | None:
+def _view(node: fx.Node) -> Any:
     source: Any = node.args[0]
-    if _same_shape(source, node):
-        return source
-    if source.target in VIEWS:  # a view of a view of x is a view of x
-        node.args = (source.args[0], *node.args[1:])
-    return None
+    while source.target in VIEWS:  # a view of a view of x is a view of x
+        if source.target is aten.reshape.default:  # which may have copied: a plain view could fail
+            node.target = aten.reshape.default
+        source = source.args[0]
+        node.args = (source, *node.args[1:])
+    return source if _same_shape(source, node) else None
 
 
 def _expand(node: fx.Node) -> Any:
-    return node.args[0] if _same_shape(node.args[0], node) else None  # type: ignore[arg-type]
+    return node.args[0] if _same_shape(node.args[0], node) else None
 
 
 def _transpose(node: fx.Node) -> Any:
@@ -111,14 +106,14 @@ def _contiguous(node: fx.Node) -> Any:
 
 
 def _slice(node: fx.Node) -> Any:
-    return node.args[0] if _same_shape(node.args[0], node) and _whole(node) else None  # type: ignore[arg-type]
+    return node.args[0] if _same_shape(node.args[0], node) and _whole(node) else None
 
 
 def _whole(node: fx.Node) -> bool:
     """True where a slice starts at 0 with step 1: same shape then means the whole tensor."""
-    start = node.args[2] if len(node.args) > 2 else None
-    step = node.args[4] if len(node.args) > 4 else 1
-    return start in (None, 0) and step == 1
+    start: Any = node.args[2] if len(node.args) > 2 else None
+    step: Any = node.args[4] if len(node.args) > 4 else 1
+    return bool(start in (None, 0) and step == 1)
 
 
 def _sym_size(node: fx.Node) -> int | None:
@@ -152,7 +147,7 @@ def _merge_equal(graph: fx.Graph) -> bool:
     seen: dict[Any, fx.Node] = {}
     merged = False
     for node in list(graph.nodes):
-        if node.op != "call_function" or _mutates(node):
+        if node.op != "call_function" or _impure(node):
             continue
         key = _hashable((node.target, node.args, node.kwargs))
         first = seen.setdefault(key, node)
@@ -163,9 +158,11 @@ def _merge_equal(graph: fx.Graph) -> bool:
     return merged
 
 
-def _mutates(node: fx.Node) -> bool:
+def _impure(node: fx.Node) -> bool:
+    """True where two equal calls are not one: they write to an argument, or draw random numbers."""
     schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return random or bool(schema is not None and schema.is_mutable)
 
 
 def _hashable(value: Any) -> Any:

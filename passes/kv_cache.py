@@ -1,14 +1,13 @@
-"""KV-cache insertion: each `attention` node becomes a paged one, and the graph gets its final
-inputs.
+"""KV-cache insertion: every `attention` node becomes a paged one; the graph gets its last inputs.
 
 Ragged form (AOTInductor), one row of tokens, all sequences behind one another:
-    token_ids [T], positions [T], slot_mapping [T], block_tables [R, M], context_lens [R], query_start [R + 1],
-    logits_rows [N], k_pool_i, v_pool_i (mutated)  ->  logits [N, V]
+    token_ids [T], positions [T], slot_mapping [T], block_tables [R, M], context_lens [R],
+    query_start [R + 1], logits_rows [N], k_pool_i, v_pool_i (mutated)  ->  logits [N, V]
 Padded form (ONNX Runtime, TensorRT), pure:
-    token_ids [B, S], positions [B, S], block_tables [B, M], past_lens [B], logits_rows [N], k_pool_i, v_pool_i
-    ->  logits [N, V], new_k_i, new_v_i [B, S, kv_heads, head_dim]
-Pools are [blocks, block_size, kv_heads, head_dim]; all index tensors are int64. After this pass the values in the
-graph's metadata are those of the new inputs.
+    token_ids [B, S], positions [B, S], block_tables [B, M], past_lens [B], logits_rows [N],
+    k_pool_i, v_pool_i  ->  logits [N, V], new_k_i, new_v_i [B, S, kv_heads, head_dim]
+Pools are [blocks, block_size, kv_heads, head_dim]; all index tensors are int64. After this
+pass the values in the graph's metadata are those of the new inputs.
 
 The residual stream becomes [tokens, hidden] in both forms; only the attention sees batch and seq.
 With linear layers on [batch, seq, hidden] TensorRT keeps a second copy of most weights, one for
@@ -59,8 +58,8 @@ PADDED = {
 }
 # Sizes used to trace. All differ and all are >= 2: a size of 1 would be baked into the graph.
 TRACE_SIZES = {
-    "tokens": 11, "sequences": 3, "sequences_plus_1": 4, "max_blocks": 5, "rows": 6, "batch": 3, "seq": 7,
-    "blocks": 19, "block_size": 16,
+    "tokens": 11, "sequences": 3, "sequences_plus_1": 4, "max_blocks": 5, "rows": 6,
+    "batch": 3, "seq": 7, "blocks": 19, "block_size": 16,
 }  # fmt: skip
 
 
@@ -74,12 +73,16 @@ class GraphInput:
 
 
 def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list[GraphInput]]:
-    """Turns an exported graph into its `form`; returns the accounts (kv_cache, logits_rows) and the
-    inputs."""
+    """Turns an exported graph into its `form`; returns the results of kv_cache and logits_rows,
+    and the inputs.
+
+    Raises BuildError where the graph has attention layers missing, reads other inputs, or does
+    with the attention's output what the flattened residual stream can't do.
+    """
     start, before = time.perf_counter(), len(program.graph.nodes)
     graph = program.graph
-    layers = sorted(program.nodes(attention), key=lambda node: int(node.args[4]))  # type: ignore[call-overload]
-    numbers = [node.args[4] for node in layers]
+    layers = sorted(program.nodes(attention), key=_layer)
+    numbers = [_layer(node) for node in layers]
     if numbers != list(range(len(layers))):
         raise BuildError(f"attention layers are numbered {numbers}, expected 0..{len(layers) - 1}")
     inputs = [
@@ -89,7 +92,8 @@ def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list
     for index, node in enumerate(layers):
         for kind, source in (("k", node.args[1]), ("v", node.args[2])):
             value = source.meta["val"]  # type: ignore[union-attr]
-            dims = ("blocks", "block_size", *map(int, value.shape[-2:]))
+            kv_heads, width = map(int, value.shape[-2:])
+            dims = ("blocks", "block_size", kv_heads, width)
             inputs.append(GraphInput(f"{kind}_pool_{index}", value.dtype, dims))
 
     old = {node.name: node for node in graph.find_nodes(op="placeholder")}
@@ -139,6 +143,12 @@ def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list
     return [account, rows], inputs
 
 
+def _layer(node: fx.Node) -> int:
+    number = node.args[4]
+    assert isinstance(number, int)
+    return number
+
+
 def _ragged(
     graph: fx.Graph, node: fx.Node, pools: tuple[fx.Node, fx.Node], inputs: dict[str, fx.Node]
 ) -> list[fx.Node]:
@@ -168,8 +178,13 @@ def _replace(node: fx.Node, made: fx.Node, result: fx.Node) -> None:
             new.meta[key] = node.meta.get(key)
     heads, v_dim = map(int, node.meta["val"].shape[-2:])
     for user in list(node.users):
-        if user.target in VIEWS:  # [batch, seq, heads, v_dim] -> [batch, seq, heads * v_dim]
-            user.args = (user.args[0], [-1, heads * v_dim])
+        merges = user.target in VIEWS and user.meta["val"].dim() == 3
+        if not merges or user.meta["val"].shape[-1] != heads * v_dim:
+            raise BuildError(
+                f"{source_line(user)}: the output of {node.name} goes into {user.format_node()}, "
+                f"expected a view as [batch, seq, {heads * v_dim}]"
+            )
+        user.args = (user.args[0], [-1, heads * v_dim])
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
 

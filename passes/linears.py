@@ -1,7 +1,6 @@
-"""Several linear layers with one input become one matrix product: what QKV and gate-up fusion
-share.
+"""Several linear layers with one input become one product: what QKV and gate-up fusion share.
 
-    linear(x, W1, b1), linear(x, W2, b2)  ->  split(linear(x, [W1; W2], [b1; b2]))
+linear(x, W1, b1), linear(x, W2, b2)  ->  split(linear(x, [W1; W2], [b1; b2]))
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ def cannot_concatenate(program: Program, linears: Sequence[fx.Node]) -> str | No
 def concatenate(program: Program, linears: Sequence[fx.Node], name: str) -> fx.Node:
     """Inserts the fused linear (its weight is `<name>.weight`) before the first of `linears`;
     returns it."""
+    name = name.lstrip(".")  # a projection of the outermost module
     operands = [[node.args[1] for node in linears]]
     if bias_of(linears[0]) is not None:
         operands.append([bias_of(node) for node in linears])

@@ -1,7 +1,6 @@
-"""Logits only for the rows asked for: the head's matrix product reads the selected tokens instead
-of all.
+"""Logits only for the rows asked for: the head reads the selected tokens instead of all.
 
-    logits = linear(hidden [batch, seq, hidden])  ->  linear(hidden.view(-1, hidden)[logits_rows])   [rows, vocab]
+    linear(hidden [batch, seq, hidden])  ->  linear(hidden.view(-1, hidden)[rows])  [rows, vocab]
 
 Of a 2,048-token prompt one row is needed; the head is a fifth of the default model's weights.
 """
@@ -9,6 +8,7 @@ Of a 2,048-token prompt one row is needed; the head is a fifth of the default mo
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,9 +26,11 @@ def select_rows(program: Program, rows: fx.Node) -> PassResult:
     reason."""
     start, before = time.perf_counter(), len(program.graph.nodes)
     output = program.graph.output_node()
-    (logits,) = output.args[0]  # type: ignore[misc]
+    outputs: Any = output.args[0]
+    (logits,) = outputs
     head = logits
-    while head.target in ELEMENTWISE:  # a scale or a cast of the logits keeps rows apart
+    # A scale or a cast of the logits keeps rows apart; a tensor might have one value a row.
+    while head.target in ELEMENTWISE and not isinstance(head.args[1], fx.Node):
         head = head.args[0]
     misses: tuple[Miss, ...] = ()
     if head.target is LINEAR:

@@ -101,12 +101,17 @@ class Literal(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class Cast(Pattern):
-    """The inner pattern, under a change of dtype or not (fp32 graphs have none)."""
+    """The inner pattern, under one change of dtype or none (fp32 graphs have none).
+
+    name: bound to the value after the cast.
+    """
 
     inner: Pattern
+    name: str
 
     def match(self, value: Any, so_far: Match, at: fx.Node) -> Match | Miss:
-        return self.inner.match(skip_cast(value), so_far, at)
+        found = self.inner.match(skip_cast(value), so_far, at)
+        return Var(self.name).match(value, found, at) if isinstance(found, Match) else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +160,9 @@ def match(pattern: Pattern, root: fx.Node) -> Match | Miss:
 
 
 def skip_cast(value: Any) -> Any:
-    """The node before a change of dtype, or the value itself."""
-    while isinstance(value, fx.Node) and value.target is aten.to.dtype:
-        value = value.args[0]
+    """The node before one change of dtype, or the value itself; a second cast is a rounding."""
+    if isinstance(value, fx.Node) and value.target is aten.to.dtype:
+        return value.args[0]
     return value
 
 

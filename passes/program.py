@@ -81,6 +81,8 @@ class Program:
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, weight: Weight
     ) -> fx.Node:
         """A new parameter and the `get_attr` node that reads it, at the head of the graph."""
+        while name in self.weights:  # a second fusion of the same kind in one module
+            name += "_"
         owner: nn.Module = self.graph_module
         *path, leaf = name.split(".")
         for part in path:
@@ -118,6 +120,17 @@ def fake_mode(graph: fx.Graph) -> Any:
         if isinstance(value, torch._subclasses.FakeTensor):
             return value.fake_mode
     raise AssertionError("graph without fake values")
+
+
+def same_shape(a: Tensor, b: Tensor) -> bool:
+    """Same shape for certain: equal numbers, or one symbolic expression. Adds no guard."""
+    return len(a.shape) == len(b.shape) and all(map(same_size, a.shape, b.shape))
+
+
+def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
+        return bool(a.node.expr == b.node.expr)
+    return isinstance(a, int) and isinstance(b, int) and a == b
 
 
 def source_line(node: fx.Node) -> str:

@@ -1,8 +1,7 @@
-"""RMSNorm: the six nodes of transformers' `LlamaRMSNorm` and its copies (Qwen, DeepSeek) become
-one.
+"""RMSNorm: the six nodes of transformers' `LlamaRMSNorm` and its copies become one.
 
-    hidden = hidden.to(float32); variance = hidden.pow(2).mean(-1, keepdim=True)
-    weight * (hidden * rsqrt(variance + eps)).to(input_dtype)
+hidden = hidden.to(float32); variance = hidden.pow(2).mean(-1, keepdim=True)
+weight * (hidden * rsqrt(variance + eps)).to(input_dtype)
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ def _check(program: Program, found: Match) -> str | None:
     x, weight = skip_cast(found["wide"]).meta["val"], found["weight"].meta["val"]
     if weight.shape != x.shape[-1:]:
         return f"weight {tuple(weight.shape)} does not span the last dimension of {tuple(x.shape)}"
-    if weight.dtype != x.dtype:
-        return f"weight is {weight.dtype}, input {x.dtype}"
+    normed = found["normed"].meta["val"]
+    if not weight.dtype == normed.dtype == x.dtype:
+        return f"weight is {weight.dtype}, input {x.dtype}, normalised value cast to {normed.dtype}"
     if found["wide"].meta["val"].dtype != torch.float32:
         return f"normalised in {found['wide'].meta['val'].dtype}, not float32"
     return None
@@ -46,7 +46,9 @@ RULE = Rule(
     name="rms_norm",
     root=aten.mul.Tensor,
     anchor=aten.rsqrt.default,
-    pattern=Call(aten.mul.Tensor, Var("weight", weight=True), Cast(_normed), commutes=True),
+    pattern=Call(
+        aten.mul.Tensor, Var("weight", weight=True), Cast(_normed, "normed"), commutes=True
+    ),
     check=_check,
     rewrite=_rewrite,
 )

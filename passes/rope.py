@@ -1,5 +1,4 @@
-"""RoPE: the rotation of q and k of one attention layer becomes one node that reads a cached cos/sin
-table.
+"""RoPE: the rotation of q and k of one attention layer becomes one node that reads a table.
 
     q * cos + rotate_half(q) * sin, rotate_half(x) = cat(-x[half:], x[:half])
 
@@ -31,10 +30,12 @@ from seekforge.passes.pattern import (
     match,
     skip_cast,
 )
-from seekforge.passes.program import Program, Weight, ancestors, module_path, source_line
+from seekforge.passes.program import Program, Weight, ancestors, module_path, same_size, source_line
 from seekforge.passes.rule import PassResult
 
 aten = torch.ops.aten
+
+POSITIONS = "position_ids"  # transformers' name of the input that angles may depend on
 
 _x = Var("x")
 _upper = Call(aten.slice.Tensor, _x, Number("dim"), Number("half"), Number("end"))
@@ -69,7 +70,7 @@ def fuse_rope(program: Program, max_len: int) -> PassResult:
     for (owner, cos, sin), pair in layers.items():
         covered.update(node for found in pair for node in found.nodes)
         refused = tables.prepare(cos, sin)
-        if len(pair) != 2:
+        if len(pair) != 2 or pair[0]["heads_dim"] != pair[1]["heads_dim"]:
             refused = f"{len(pair)} rotations in {owner or 'one module'}, expected q and k"
         if refused:
             root = pair[0].nodes[0]
@@ -97,6 +98,14 @@ def _check(found: Match) -> str | None:
         return f"rotates halves of {found['half']} in a head of {shape[-1]}"
     if found["end"] < shape[-1]:
         return f"the upper half ends at {found['end']} of {shape[-1]}"
+    heads = found["heads_dim"] % 4
+    if heads not in (1, 2):
+        return f"cos and sin are the same along dimension {heads}, expected the heads (1 or 2)"
+    expected = [size for dim, size in enumerate(shape) if dim != heads]
+    for name in ("cos", "sin"):
+        angles = found[name].meta["val"].shape
+        if len(angles) != 3 or not all(map(same_size, angles, expected)):
+            return f"{name} is {tuple(angles)}, expected one row a token: {tuple(expected)}"
     return None
 
 
@@ -106,7 +115,7 @@ def _rewrite(
     """The op is token-major [batch, seq, heads, head_dim]; the model may rotate [batch, heads, seq,
     head_dim]."""
     q, k = pair
-    heads_first = q["heads_dim"] == 1
+    heads_first = q["heads_dim"] % 4 == 1
     root = k.nodes[0]
     with program.graph.inserting_before(root):
         inputs = [found["x"] for found in pair]
@@ -161,18 +170,22 @@ class _Tables:
             n for n in {*ancestors(cos), *ancestors(sin)} if n.op in ("placeholder", "get_attr")
         ]
         inputs = [node for node in leaves if node.op == "placeholder"]
-        if len(inputs) != 1:
-            return f"cos and sin depend on {sorted(map(str, inputs))}, expected the positions alone"
+        if [node.target for node in inputs] != [POSITIONS]:
+            return f"cos and sin depend on {sorted(map(str, inputs))}, expected {POSITIONS} alone"
         for leaf in leaves:
             if leaf.op == "get_attr" and leaf.target not in self.program.constants:
                 return f"cos and sin depend on {leaf.target}, whose value the build does not hold"
         position = torch.arange(self.max_len)[None]
+        backwards = position[:, : -(-self.max_len // 2)].flip(1)
         tables: list[fx.Node] = []
         suffix = f"_{len(self.known)}" if self.known else ""
         for name, node in (("cos", cos), ("sin", sin)):
             # Before the cast to the model's dtype: the rotation is computed in fp32.
             full = _evaluate(skip_cast(node), inputs[0], position, self.program.constants)[0]
             first, second = full.chunk(2, -1)
+            again = _evaluate(skip_cast(node), inputs[0], backwards, self.program.constants)[0]
+            if not torch.equal(full[backwards[0]], again):
+                return f"{name} of a position depends on the other positions of the sequence"
             if not torch.equal(first, second):
                 return f"{name} differs between the two halves of the head"
             table = first.to(torch.float32).contiguous()

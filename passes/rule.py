@@ -1,5 +1,4 @@
-"""The rule engine: applies one rewrite rule everywhere it matches and accounts for where it does
-not.
+"""The rule engine: applies a rule everywhere it matches and accounts for where it does not.
 
 A rule is data: a pattern, the operator that marks a candidate (its anchor), a check that may refuse
 a match with a reason, and the rewrite. Values that something else still reads are kept: a rewrite

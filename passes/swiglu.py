@@ -1,5 +1,4 @@
-"""Gate-up + SwiGLU: down(silu(gate(x)) * up(x)) with gate and up as one matrix product and one
-activation node.
+"""Gate-up + SwiGLU: down(silu(gate(x)) * up(x)) with one matrix product and one activation.
 
 Seen in the MLP of Llama, Qwen and DeepSeek (also its shared experts). The halves keep their order:
 silu is applied to the gate, which comes first. Other activations (gelu, sigmoid) are near-misses.
@@ -12,7 +11,7 @@ import torch
 from seekforge.kernels.swiglu import swiglu
 from seekforge.passes.linears import LINEAR, cannot_concatenate, concatenate
 from seekforge.passes.pattern import Call, Match, Pattern, Var
-from seekforge.passes.program import Program, module_path
+from seekforge.passes.program import Program, module_path, same_shape
 from seekforge.passes.rule import Rule
 
 aten = torch.ops.aten
@@ -33,7 +32,9 @@ class _Linear(Pattern):
 
 def _check(program: Program, found: Match) -> str | None:
     gate, up = found["gate"], found["up"]
-    if gate.meta["val"].shape != up.meta["val"].shape:
+    if gate is up:
+        return f"gate and up are one layer, {gate}"
+    if not same_shape(gate.meta["val"], up.meta["val"]):
         return f"gate {tuple(gate.meta['val'].shape)} and up {tuple(up.meta['val'].shape)} differ"
     return cannot_concatenate(program, (gate, up))
 

@@ -1,7 +1,8 @@
 """Session of an AOTInductor engine: the ragged form, prefill chunks and decodes in one call.
 
-In: an engine directory with model.pt2 (code), decode.pt2 (code for one token, on the CPU) and weights.safetensors. The
-weights are mapped once and shared by both packages. The pools are mutated in place by the graph.
+In: an engine directory with model.pt2 (code), decode.pt2 (code for one token, on the CPU) and
+weights.safetensors. The weights are mapped once and shared by both packages. The pools are mutated
+in place by the graph.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class InductorSession:
             )
         except Exception as error:
             raise EngineError(
-                f"{path}: torch {torch.__version__} cannot load it: {error}. It was built with torch "
-                f"{self.manifest.backend_version}; build it again on this machine"
+                f"{path}: torch {torch.__version__} cannot load it: {error}. It was built with "
+                f"torch {self.manifest.backend_version}; build it again on this machine"
             ) from error
         return package.loader
 

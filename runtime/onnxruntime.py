@@ -1,7 +1,7 @@
-"""Session of an ONNX Runtime engine: the padded form, new keys and values scattered into the pools here.
+"""Session of an ONNX Runtime engine: the padded form.
 
-In: an engine directory with model.onnx and weights.safetensors beside it. The pools are torch tensors; ONNX Runtime
-reads them in place through I/O binding.
+In: an engine directory with model.onnx and weights.safetensors beside it. The pools are torch
+tensors; ONNX Runtime reads them in place through I/O binding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MODEL_NAME = "model.onnx"
 
 
 class OnnxRuntimeSession:
-    """Runs the engine on the CPU (or with the CUDA execution provider, where the manifest says cuda)."""
+    """Runs the engine on the CPU (or with the CUDA execution provider, where the manifest says
+    cuda)."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         import onnxruntime
@@ -42,7 +43,8 @@ class OnnxRuntimeSession:
             )
         except Exception as error:  # onnxruntime raises its own untyped kinds
             raise EngineError(
-                f"{directory / MODEL_NAME}: onnxruntime {onnxruntime.__version__} refuses it: {error}"
+                f"{directory / MODEL_NAME}: onnxruntime {onnxruntime.__version__} refuses it: "
+                f"{error}"
             ) from None
         self.device = torch.device(manifest.device)
         self.pools: dict[str, Tensor] = {}
@@ -75,4 +77,10 @@ class OnnxRuntimeSession:
     def _place(self, dtype: str, tensor: Tensor) -> tuple[str, int, int, list[int], int]:
         """Arguments of bind_input and bind_output after the name."""
         shape = list(tensor.shape)
-        return self.device.type, self.device.index or 0, ELEMENT_TYPES[dtype], shape, tensor.data_ptr()
+        return (
+            self.device.type,
+            self.device.index or 0,
+            ELEMENT_TYPES[dtype],
+            shape,
+            tensor.data_ptr(),
+        )

@@ -19,7 +19,7 @@ Run = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # inputs by name -> outp
 def make_pools(
     kv: KVLayout, num_blocks: int, block_size: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Zeroed pools k_pool_0, v_pool_0, k_pool_1, …, each [blocks, block_size, kv_heads, head_dim]."""
+    """Zeroed pools k_pool_0, v_pool_0, …, each [blocks, block_size, kv_heads, head_dim]."""
     shape = (num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
     dtype = getattr(torch, kv.dtype)
     return {

@@ -18,8 +18,8 @@ from torch import Tensor
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.bindings import bindings
 from seekforge.runtime.manifest import Manifest, unfit_reason
-from seekforge.runtime.profiles import largest, profile_from_json, select_profile
 from seekforge.runtime.padded import make_pools, run_padded
+from seekforge.runtime.profiles import largest, profile_from_json, select_profile
 from seekforge.runtime.session import Chunk
 from seekforge.runtime.tensorrt_api import Log, capture, import_tensorrt, process_logger
 

@@ -7,16 +7,29 @@ real byte-level BPE: 256 bytes, 3 special tokens, 21 merges; the model's vocabul
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+# Without a GPU the Triton kernels run in Triton's interpreter. It is chosen when a kernel is
+# decorated, so before any kernel file is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from seekforge.compile.export import export_module
+from seekforge.models.exportable import make_exportable
+from seekforge.passes.program import Program, Weight
 
 COMMON = {
     "vocab_size": 293,
@@ -106,3 +119,219 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, bos_token=begin, eos_token=end, pad_token=pad
     )
+
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", GPU])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    return str(request.param)
+
+
+@pytest.fixture(params=["interpreter", GPU])
+def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where a Triton kernel runs: on the GPU, or on CPU tensors in Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA GPU")
+        return "cuda"
+    if "TRITON_INTERPRET" not in os.environ:
+        pytest.skip("the kernels are compiled for the GPU of this machine")
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        """Rounds fp32 to bf16 to nearest even, as GPUs do; the interpreter truncates."""
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(x, source, target, mode)
+        narrow = torch.tensor(x).view(torch.float32).to(torch.bfloat16)
+        return narrow.view(torch.uint16).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    return "cpu"
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fresh memory holds NaN: an output element that is never written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all() and torch.ones(1).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["plain", "transposed", "expanded", "sliced"])
+def layout(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Repeats a tensor's first row along dim 0, stored contiguously or in another way."""
+
+    def lay(x: torch.Tensor) -> torch.Tensor:
+        x = x[:1].expand_as(x)
+        if request.param == "transposed":
+            return x.transpose(0, -1).contiguous().transpose(0, -1)
+        if request.param == "expanded":
+            return x
+        if request.param == "sliced":
+            return torch.nn.functional.pad(x, (3, 2))[..., 3:-2]
+        return x.contiguous()
+
+    return lay
+
+
+@pytest.fixture
+def cached_sequences() -> Callable[..., SimpleNamespace]:
+    """Factory of the inputs of cached attention, and what plain attention says.
+
+    `make([(past, new), ...], block_size=4, heads=4, kv_heads=2, qk_dim=8, v_dim=8)`: sequence i has
+    `past` tokens in the pools and `new` ones in this step. Blocks are shuffled; pool slots without
+    a token hold random values. All tokens' q, k, v are `rows` of [new tokens]; `expected` [tokens,
+    heads, v_dim] is causal attention over each whole sequence, in the pools' dtype.
+    """
+    return make_cached_sequences
+
+
+def make_cached_sequences(
+    chunks: list[tuple[int, int]],
+    *,
+    block_size: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    qk_dim: int = 8,
+    v_dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    spare: int = 3,
+) -> SimpleNamespace:
+    random = torch.Generator().manual_seed(len(chunks) + block_size)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random).to(device, dtype)
+
+    counts = [-(-(past + new) // block_size) for past, new in chunks]
+    order = torch.randperm(sum(counts) + spare, generator=random).tolist()
+    case = SimpleNamespace(
+        k_pool=draw(len(order), block_size, kv_heads, qk_dim),
+        v_pool=draw(len(order), block_size, kv_heads, v_dim),
+        scale=qk_dim**-0.5,
+        expected=[],
+    )
+    tables, slots, parts = [], [], []
+    for (past, new), count in zip(chunks, counts, strict=True):
+        blocks, order = order[:count], order[count:]
+        tables.append(blocks + [0] * (max(counts) - count))
+        at = torch.tensor(
+            [blocks[i // block_size] * block_size + i % block_size for i in range(past + new)]
+        ).to(device)
+        q, k, v = (
+            draw(past + new, h, d)
+            for h, d in ((heads, qk_dim), (kv_heads, qk_dim), (kv_heads, v_dim))
+        )
+        case.k_pool.flatten(0, 1)[at[:past]] = k[:past]
+        case.v_pool.flatten(0, 1)[at[:past]] = v[:past]
+        repeated = [x.repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for x in (k, v)]
+        whole = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1), *repeated, is_causal=True, scale=case.scale
+        )
+        case.expected.append(whole.transpose(0, 1)[past:])
+        parts.append([x[past:] for x in (q, k, v)])
+        slots.append(at[past:])
+    case.q, case.k, case.v = (torch.cat(x) for x in zip(*parts, strict=True))
+    case.expected = torch.cat(case.expected)
+    case.slot_mapping = torch.cat(slots)
+    index = {"dtype": torch.long, "device": device}
+    case.block_tables = torch.tensor(tables, **index)
+    case.past_lens = torch.tensor([past for past, _ in chunks], **index)
+    case.context_lens = torch.tensor([sum(chunk) for chunk in chunks], **index)
+    case.query_start = torch.tensor([0, *(new for _, new in chunks)], **index).cumsum(0)
+    case.paged = lambda c=case: (
+        c.q, c.k, c.v, c.k_pool, c.v_pool, c.slot_mapping, c.block_tables, c.context_lens,
+        c.query_start, c.scale,
+    )  # fmt: skip
+    return case
+
+
+@pytest.fixture(scope="session")
+def exported(tiny_model: Callable[..., nn.Module]) -> Callable[..., tuple[Program, nn.Module]]:
+    """Factory `(family, dtype=float32, **config) -> (program, eager module)`.
+
+    The program is an export of transformers' own module; its checkpoint names are those of the
+    module's parameters. The eager module attends with `seekforge::attention`; do not change it.
+    """
+    made: dict[str, tuple[Program, nn.Module]] = {}
+
+    def make(
+        family: str, dtype: torch.dtype = torch.float32, **overrides: Any
+    ) -> tuple[Program, nn.Module]:
+        key = json.dumps([family, str(dtype), overrides], sort_keys=True)
+        if key not in made:
+            module = tiny_model(family, **overrides)
+            # Not module.to(dtype): it would round the rotary frequencies, which stay fp32 in use.
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(dtype)
+            sources = {name: name for name, _ in module.named_parameters(remove_duplicate=False)}
+            program = export_module(copy.deepcopy(module), sources, 64)
+            made[key] = program, make_exportable(module)
+        program, module = made[key]
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(program.graph, {}))
+        copied = torch.fx.GraphModule(program.graph_module, graph)
+        return Program(copied, dict(program.weights), dict(program.constants)), module
+
+    return make
+
+
+class Toy(nn.Module):
+    """A function as a module; tensors become parameters, or constants where they are named so."""
+
+    def __init__(self, function: Callable[..., Any], parts: dict[str, Any]) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if not isinstance(part, torch.Tensor):
+                self.add_module(name, part)
+            elif name.startswith("constant"):
+                self.register_buffer(name, part, persistent=False)
+            else:
+                self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+@pytest.fixture
+def traced() -> Callable[..., tuple[Program, nn.Module]]:
+    """Factory `(function, *inputs, **parts) -> (program, module)` of a small graph.
+
+    function: called with the module, whose attributes are `parts`, and the inputs. Dimensions 0 and
+    1 of the inputs are dynamic; an input of integers is named position_ids.
+    """
+
+    def make(
+        function: Callable[..., Any], *inputs: torch.Tensor, **parts: Any
+    ) -> tuple[Program, nn.Module]:
+        module = Toy(function, parts).eval().requires_grad_(False)
+        dims = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("seq", max=64)}
+        lifted = torch.export.export(
+            copy.deepcopy(module).to("meta"),
+            tuple(x.to("meta") for x in inputs),
+            dynamic_shapes=(tuple(dims for _ in inputs),),
+            strict=False,
+        ).module(check_guards=False)
+        graph_module = torch.fx.GraphModule(lifted, lifted.graph)
+        graph_module.graph.set_codegen(torch.fx.graph.CodeGen())
+        for i, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
+            node.target = f"x{i}" if inputs[i].is_floating_point() else "position_ids"
+            node._rename(node.target)
+        constants = dict(module.named_buffers())
+        weights = {name: Weight((name,)) for name, _ in module.named_parameters()}
+        weights |= {name: Weight(value=value) for name, value in constants.items()}
+        read = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
+        kept = {name: weight for name, weight in weights.items() if name in read}
+        return Program(graph_module, kept, constants), module
+
+    return make

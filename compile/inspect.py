@@ -1,0 +1,125 @@
+"""What an engine, a bundle or a checkpoint is, as data and as text. Reads manifests and headers,
+runs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from seekforge.kernels.errors import EngineError, InputError
+from seekforge.models.checkpoint import open_checkpoint
+from seekforge.models.families import expected_fusions
+from seekforge.runtime.manifest import (
+    BACKENDS,
+    MANIFEST_NAME,
+    Manifest,
+    read_manifest,
+    unfit_reason,
+)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """{"checkpoint": …} or {"engines": {name: …}}. Raises InputError where `path` is neither."""
+    if (path / MANIFEST_NAME).is_file():
+        return {"engines": {path.name: _engine(read_manifest(path), path)}}
+    engines = [path / name for name in BACKENDS if (path / name / MANIFEST_NAME).is_file()]
+    if engines:
+        return {"engines": {e.name: _engine(read_manifest(e), e) for e in engines}}
+    if (path / "config.json").is_file():
+        checkpoint = open_checkpoint(path)
+        return {
+            "checkpoint": {
+                "path": str(path),
+                **checkpoint.spec.to_dict(),
+                "weight_bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+                "expected_fusions": expected_fusions(checkpoint.spec),
+                "eos_token_ids": list(checkpoint.eos_token_ids),
+                "warnings": list(checkpoint.warnings),
+                "notes": list(checkpoint.notes),
+            }
+        }
+    raise InputError(
+        f"{path} is neither an engine directory, nor a bundle of them, nor a checkpoint directory"
+    )
+
+
+def _engine(manifest: Manifest, path: Path) -> dict[str, Any]:
+    data = dataclasses.asdict(manifest)
+    reason = unfit_reason(manifest)
+    used = {spec.name for spec in manifest.inputs}
+    if manifest.profiles and any(set(profile) != used for profile in manifest.profiles):
+        raise EngineError(f"{path}: profiles and inputs name different tensors; build it again")
+    data["runs_here"] = reason is None
+    data["reason"] = reason
+    data["kv"]["token_bytes"] = manifest.kv.token_bytes
+    data["size"] = sum(entry.size for entry in manifest.files)
+    return data
+
+
+def format_description(described: dict[str, Any]) -> str:
+    if "checkpoint" in described:
+        return "\n".join(f"{key:<24}{value}" for key, value in described["checkpoint"].items())
+    return "\n\n".join(_format_engine(name, e) for name, e in described["engines"].items())
+
+
+def _format_engine(name: str, engine: dict[str, Any]) -> str:
+    model, limits, kv = engine["model"], engine["limits"], engine["kv"]
+    gpu = (
+        f" compute capability {engine['compute_capability']}"
+        if engine["compute_capability"]
+        else ""
+    )
+    lines = [
+        f"{name}: {engine['backend']} {engine['backend_version']}, {engine['dtype']}, "
+        f"{engine['device']}{gpu}, {engine['form']} form, {engine['size'] / 1e6:.1f} MB",
+        f"  model     {model['model_type']}, {model['num_layers']} layers, hidden "
+        f"{model['hidden_size']}, {model['num_heads']} heads, {model['num_kv_heads']} KV heads, "
+        f"vocabulary {model['vocab_size']}",
+        f"  limits    {limits['max_len']} tokens a sequence, {limits['max_batch']} sequences, "
+        f"{limits['max_chunk']} prefill tokens a step",
+        f"  KV cache  blocks of {kv['block_size']}, {kv['dtype']}, "
+        f"{kv['token_bytes']:,} bytes a token",
+        "  runs here " + ("yes" if engine["runs_here"] else f"no: {engine['reason']}"),
+    ]
+    lines.append("  passes")
+    for result in engine["passes"]:
+        lines.append(
+            f"    {result['name']:<16}fired {result['fired']:>4}   nodes "
+            f"{result['nodes_before']:>5} -> {result['nodes_after']:<5} {result['seconds']:6.2f} s"
+        )
+        for miss in result["misses"][:3]:
+            lines.append(f"      near-miss {miss['node']} ({miss['source']}): {miss['reason']}")
+    if engine["layers"]:
+        lines.append("  layers")
+        for kind, counts in engine["layers"].items():
+            lines.append(f"    {kind}: {_counts(counts)}")
+    for index, profile in enumerate(engine["profiles"]):
+        lines.append(f"  profile {index}")
+        for tensor, sizes in profile.items():
+            if not tensor.startswith(("k_pool", "v_pool")) or tensor == "k_pool_0":
+                more = " (and all other pools)" if tensor == "k_pool_0" else ""
+                ranges = " ".join(f"{key} {sizes[key]}" for key in ("min", "opt", "max"))
+                lines.append(f"    {tensor:<14} {ranges}{more}")
+    receipt = engine["receipt"]
+    if receipt and receipt.get("executed"):
+        lines.append(
+            f"  verified  max logit error {receipt['max_error']:.2e}, "
+            f"mean {receipt['mean_error']:.2e}, "
+            f"top-1 {receipt['top1']:.1%}, greedy tokens equal {receipt['tokens']:.1%}"
+        )
+    elif receipt:
+        lines.append(f"  verified  not executed: {receipt['reason']}")
+    lines.append("  steps")
+    for step in engine["steps"]:
+        peak = step["peak_bytes"] / 2**30
+        lines.append(f"    {step['name']:<32}{step['seconds']:8.1f} s   peak {peak:5.2f} GiB")
+    return "\n".join(lines)
+
+
+def _counts(counts: Any) -> str:
+    if isinstance(counts, dict):
+        return ", ".join(f"{key} {_counts(value)}" for key, value in counts.items())
+    if isinstance(counts, (list, tuple)):
+        return "; ".join(_counts(item) for item in counts)
+    return str(counts)
