@@ -10,7 +10,6 @@ take the same weights share one file (hard links).
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import shutil
 import tempfile
@@ -27,7 +26,7 @@ from seekforge.compile import compare, inductor, onnx, profiles, tensorrt
 from seekforge.compile.export import export_module
 from seekforge.compile.prompts import PROMPTS
 from seekforge.compile.steps import Steps
-from seekforge.compile.weights import WEIGHTS_NAME, write_weights
+from seekforge.compile.weights import WEIGHTS_NAME, recipe, stored_recipe, write_weights
 from seekforge.kernels.errors import BuildError, InputError
 from seekforge.models.checkpoint import Checkpoint, open_checkpoint, tensor_for_parameter
 from seekforge.models.families import expected_fusions
@@ -136,7 +135,6 @@ class _Job:
     ) -> None:
         self.checkpoint, self.out, self.options = checkpoint, out, options
         self.limits, self.steps = limits, steps
-        self.weights: dict[str, Path] = {}
 
     def build(self, backend: str) -> Path:
         self.steps.console.print(f"{backend}", style="bold")
@@ -144,7 +142,7 @@ class _Job:
         dtype = self._dtype(backend)
         with _atomic(self.out / backend) as folder:
             program, inputs, passes = self._program(FORMS[backend], DTYPES[dtype])
-            self._write_weights(program, folder, dtype)
+            self._write_weights(program, folder)
             facts = getattr(self, f"_{backend.replace('-', '_')}")(program, inputs, folder)
             for name in TOKENIZER_FILES:
                 if (self.checkpoint.path / name).is_file():
@@ -189,30 +187,24 @@ class _Job:
         self.steps.console.print(f"    {fired}", highlight=False, style="dim")
         return program, inputs, passes
 
-    def _write_weights(self, program: Program, folder: Path, dtype: str) -> None:
-        """Writes the weights, or links them to those of an engine built just before with the same
-        ones."""
+    def _write_weights(self, program: Program, folder: Path) -> None:
+        """Writes the weights, or links to equal ones of another engine of the bundle."""
         target = folder / WEIGHTS_NAME
-        key = _weights_key(program)
-        if key in self.weights and self.weights[key].exists():
-            try:
-                os.link(self.weights[key], target)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(self.weights[key], target)
-        else:
-            with self.steps.step("weights"):
-                write_weights(program, self.checkpoint, target)
-        self.weights[key] = self.out / folder.name.split(".")[1] / WEIGHTS_NAME
+        wanted = recipe(program, self.checkpoint)
+        for other in self.out.glob(f"[!.]*/{WEIGHTS_NAME}"):
+            if stored_recipe(other) == wanted:
+                try:
+                    os.link(other, target)
+                except OSError:  # a file system without hard links
+                    shutil.copyfile(other, target)
+                return
+        with self.steps.step("weights"):
+            write_weights(program, self.checkpoint, target)
 
     def _inductor(self, program: Program, inputs: list[GraphInput], folder: Path) -> dict[str, Any]:
         device = self.options.device
-        with self.steps.step("compile (any number of tokens)"):
-            inductor.lower_inductor(program, inputs, device, folder / inductor.MODEL_NAME, {})
-        if device == "cpu":
-            with self.steps.step("compile (one token)"):
-                inductor.lower_inductor(
-                    program, inputs, device, folder / inductor.DECODE_NAME, inductor.ONE_TOKEN
-                )
+        with self.steps.step("compile"):
+            inductor.lower_inductor(program, inputs, device, folder)
         capability = None
         if device == "cuda":
             capability = ".".join(map(str, torch.cuda.get_device_capability()))
@@ -365,17 +357,6 @@ def _output_specs(program: Program) -> tuple[TensorSpec, ...]:
         shape: tuple[int | str, ...] = (*lead, *map(int, value.shape[len(lead) :]))
         specs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), shape))
     return tuple(specs)
-
-
-def _weights_key(program: Program) -> str:
-    """What decides the bytes of the weights file, for one checkpoint."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(program.weights.items()):
-        meta = program.tensor(name)
-        digest.update(f"{name} {meta.dtype} {tuple(meta.shape)} {weight.sources}\n".encode())
-        if weight.value is not None:
-            digest.update(weight.value.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _check_backend(backend: str, options: Options) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,10 @@ def compare(
     ids = [_fit(tokenizer(prompt).input_ids, llms, max_tokens) for prompt in prompts]
     judge = load_eager(source, torch.float32)
     eos = list(llms[0].manifest.generation.eos_token_ids)
-    texts = {"float32": _greedy(judge, ids, max_tokens, eos)}
+    known = set(tokenizer.get_vocab().values())
+    unknown = [i for i in range(llms[0].manifest.vocab_size) if i not in known]
+    greedy = partial(_greedy, count=max_tokens, eos=eos, unknown=unknown)
+    texts = {"float32": greedy(judge, ids)}
     # Positions are scored on prompt + the judge's own continuation: real text, and long enough.
     full = [prompt + more for prompt, more in zip(ids, texts["float32"], strict=True)]
     reference = [_eager_logits(judge, tokens) for tokens in full]
@@ -118,7 +122,7 @@ def compare(
     for dtype in dict.fromkeys(llm.manifest.dtype for llm in llms):
         if dtype != "float32":
             model = judge.to(getattr(torch, dtype))
-            texts[dtype] = _greedy(model, ids, max_tokens, eos)
+            texts[dtype] = greedy(model, ids)
             logits = [_eager_logits(model, tokens) for tokens in full]
             eager[dtype] = _result("eager", dtype, reference, logits, 1.0, float("inf"))
             judge = load_eager(source, torch.float32)
@@ -152,15 +156,16 @@ def _fit(ids: list[int], llms: Sequence[LLM], max_tokens: int) -> list[int]:
 
 @torch.inference_mode()
 def _greedy(
-    model: nn.Module, prompts: list[list[int]], count: int, eos: list[int]
+    model: nn.Module, prompts: list[list[int]], count: int, eos: list[int], unknown: list[int]
 ) -> list[list[int]]:
-    """transformers' own generate, one prompt at a time."""
+    """transformers' own generate, one prompt at a time; like engines never an unknown id."""
     texts = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(  # type: ignore[operator]
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
             eos_token_id=eos or None, pad_token_id=eos[0] if eos else None,
+            suppress_tokens=unknown or None,
         )  # fmt: skip
         texts.append(out[0, len(prompt) :].tolist())
     return texts

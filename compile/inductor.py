@@ -1,23 +1,31 @@
 """Lowers a ragged program to AOTInductor packages: code only, the weights stay outside in one file.
 
-model.pt2 takes any number of tokens. decode.pt2 (CPU) is the same graph for exactly one token,
-where each linear layer becomes a loop that Inductor writes itself; see kernels/gemv.py. Element-
-wise operators are inlined as torch code, so that Inductor fuses them with their neighbours;
-attention stays a call of our operator.
+model.pt2 takes any number of tokens. decode.pt2 (CPU) is the same graph for exactly one token:
+each linear layer and the attention become loops that Inductor writes itself (kernels/gemv.py,
+`one_token_attention`). Element-wise operators are inlined as torch code, so that Inductor fuses
+them with their neighbours; in model.pt2 attention stays a call of our operator.
+
+Inductor spends most of its time in single-threaded Python, so each package is compiled by a process
+of its own: `python -m seekforge.compile.inductor JOB`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from seekforge.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from seekforge.kernels.errors import BuildError
 from seekforge.kernels.gemv import gemv
+from seekforge.kernels.paged_attention import one_token_attention, paged_attention
 from seekforge.kernels.rms_norm import rms_norm, rms_norm_reference
 from seekforge.kernels.rope import rope, rope_reference
 from seekforge.kernels.swiglu import swiglu, swiglu_reference
@@ -35,62 +43,113 @@ INLINED: dict[Any, Callable[..., Any]] = {
 }
 ONE_TOKEN = {"tokens": 1, "sequences": 1, "sequences_plus_1": 2, "rows": 1}
 CONFIG = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+# Arguments after which Inductor ends a C++ function. With its own limit of 500, the one-token graph
+# becomes two functions for 30 layers, which take g++ 20 s; with 16, equal layers share functions,
+# which take 1.5 s.
+CPP_FUNCTION_ARGUMENTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One package to compile. fixed: dynamic dimensions given a size (`ONE_TOKEN`, or none)."""
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    device: str
+    path: Path
+    fixed: dict[str, int]
 
 
 def lower_inductor(
-    program: Program, inputs: Sequence[GraphInput], device: str, path: Path, fixed: dict[str, int]
+    program: Program, inputs: Sequence[GraphInput], device: str, folder: Path
 ) -> None:
-    """Compiles `program` into the package `path`.
+    """Compiles `program` into packages in `folder`, side by side.
 
-    device: "cpu" or "cuda". fixed: dynamic dimensions given a size (`ONE_TOKEN`), {} for none.
-    Raises BuildError with Inductor's own message.
+    device: "cpu" or "cuda". Raises BuildError with Inductor's own message.
     """
     assert program.form == "ragged"
-    module = _trainless_copy(program, device, one_token=fixed.get("tokens") == 1)
-    sizes = TRACE_SIZES | fixed
-    example, dynamic = [], []
-    for entry in inputs:
-        shape = [d if isinstance(d, int) else sizes[d] for d in entry.dims]
-        example.append(torch.zeros(shape, dtype=entry.dtype, device=device))
-        free = [i for i, d in enumerate(entry.dims) if isinstance(d, str) and d not in fixed]
-        dynamic.append(dict.fromkeys(free, torch.export.Dim.DYNAMIC) or None)
-    _register_gemv()
+    targets = {MODEL_NAME: dict[str, int]()}
+    if device == "cpu":
+        targets[DECODE_NAME] = ONE_TOKEN
+    running = []
     try:
-        with torch.no_grad():
-            exported = torch.export.export(
-                module, tuple(example), dynamic_shapes=tuple(dynamic), strict=False
-            )
-            torch._inductor.aoti_compile_and_package(
-                exported, package_path=str(path), inductor_configs=CONFIG
-            )
-    except Exception as error:
-        raise BuildError(
-            f"AOTInductor could not compile the graph for {device}: {error}"
-        ) from error
+        for name, fixed in targets.items():
+            job = folder / f"{name}.job"
+            module = _copy(program)
+            torch.save(Job(module, tuple(inputs), device, folder / name, fixed), job)
+            log = (folder / f"{name}.log").open("w+")
+            command = [sys.executable, "-m", "seekforge.compile.inductor", str(job)]
+            running.append((name, subprocess.Popen(command, stdout=log, stderr=log), log))
+        for name, process, log in running:
+            if process.wait():
+                log.seek(0)
+                raise BuildError(_failure(name, device, log.read()))
+    finally:
+        for name, process, log in running:
+            process.kill()
+            process.wait()
+            log.close()
+            for suffix in (".job", ".log"):
+                (folder / f"{name}{suffix}").unlink(missing_ok=True)
 
 
-def _trainless_copy(program: Program, device: str, one_token: bool) -> fx.GraphModule:
-    """A copy of the graph on `device` with element-wise operators inlined.
+def _failure(name: str, device: str, log: str) -> str:
+    lines = [line for line in log.splitlines() if line.strip()]
+    cause = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")
+    return (
+        f"AOTInductor could not compile {name} for {device}: {cause.strip() or 'it was killed'}\n"
+        + "\n".join(lines[-15:])
+    )
 
-    Its weights are never written: fresh pages of `torch.empty` cost no memory until touched.
-    """
+
+def _copy(program: Program) -> fx.GraphModule:
+    """The graph and its meta parameters, without the nodes' metadata, which can't be stored."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
     for node in graph.nodes:
-        if node.target in INLINED:
-            node.target = INLINED[node.target]
+        node.meta = {}
+    root = nn.Module()
+    for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
+        _set_buffer(root, name, program.tensor(name))
+    return fx.GraphModule(root, graph)
+
+
+def _set_buffer(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    *parts, leaf = name.split(".")
+    for part in parts:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = getattr(root, part)
+    root.register_buffer(leaf, tensor.detach())
+
+
+def compile_package(job: Job) -> None:
+    """Exports the job's graph with the operators inlined and writes its package."""
+    one_token = job.fixed.get("tokens") == 1
+    inlined = INLINED | ({paged_attention: one_token_attention} if one_token else {})
+    for node in list(job.module.graph.nodes):
+        if node.target in inlined:
+            node.target = inlined[node.target]
         elif one_token and node.target is LINEAR:
             _use_gemv(node)
-    root = torch.nn.Module()
-    for name in {str(n.target) for n in graph.find_nodes(op="get_attr")}:
-        owner, meta = root, program.tensor(name)
-        *parts, leaf = name.split(".")
-        for part in parts:
-            if not hasattr(owner, part):
-                owner.add_module(part, torch.nn.Module())
-            owner = getattr(owner, part)
-        owner.register_buffer(leaf, torch.empty(meta.shape, dtype=meta.dtype, device=device))
-    return fx.GraphModule(root, graph)
+    job.module.recompile()
+    # Never written: fresh pages cost no memory until touched.
+    module = job.module.to_empty(device=job.device)
+    sizes = TRACE_SIZES | job.fixed
+    example, dynamic = [], []
+    for entry in job.inputs:
+        shape = [d if isinstance(d, int) else sizes[d] for d in entry.dims]
+        example.append(torch.zeros(shape, dtype=entry.dtype, device=job.device))
+        free = [i for i, d in enumerate(entry.dims) if isinstance(d, str) and d not in job.fixed]
+        dynamic.append(dict.fromkeys(free, torch.export.Dim.DYNAMIC) or None)
+    _register_gemv()
+    with torch.no_grad(), _short_functions():
+        exported = torch.export.export(
+            module, tuple(example), dynamic_shapes=tuple(dynamic), strict=False
+        )
+        torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(job.path), inductor_configs=CONFIG
+        )
 
 
 def _use_gemv(node: fx.Node) -> None:
@@ -102,9 +161,20 @@ def _use_gemv(node: fx.Node) -> None:
         node.replace_all_uses_with(total, lambda user: user is not total)
 
 
+@contextmanager
+def _short_functions() -> Iterator[None]:
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    before = CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM
+    CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = CPP_FUNCTION_ARGUMENTS
+    try:
+        yield
+    finally:
+        CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = before
+
+
 def _register_gemv() -> None:
-    """Tells Inductor how to lower `seekforge::gemv`: multiply and sum, input and output kept in
-    memory."""
+    """Tells Inductor to lower `seekforge::gemv` to multiply and sum, in and out kept in memory."""
     from torch._inductor.lowering import lowerings, register_lowering, to_dtype
 
     if gemv in lowerings:
@@ -122,3 +192,7 @@ def _register_gemv() -> None:
         return lowerings[aten.view.default](y, [*x.get_size()[:-1], weight.get_size()[0]])
 
     register_lowering(gemv, type_promotion_kind=None)(lower)
+
+
+if __name__ == "__main__":
+    compile_package(torch.load(sys.argv[1], weights_only=False))

@@ -7,9 +7,11 @@ the model's external data. Format: https://github.com/huggingface/safetensors#fo
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +36,7 @@ def write_weights(
     bytes."""
     # Larger dtypes first: every tensor then starts aligned to its own element.
     names = sorted(program.weights, key=lambda name: (-program.tensor(name).element_size(), name))
-    header: dict[str, object] = {}
+    header: dict[str, object] = {"__metadata__": {"recipe": recipe(program, checkpoint)}}
     offset = 0
     for name in names:
         meta = program.tensor(name)
@@ -59,6 +61,25 @@ def write_weights(
     return offset
 
 
+def recipe(program: Program, checkpoint: Checkpoint) -> str:
+    """sha256 of all that decides the file's bytes: the checkpoint, and how weights are made."""
+    digest = hashlib.sha256(checkpoint.digest().encode())
+    for name, weight in sorted(program.weights.items()):
+        meta = program.tensor(name)
+        digest.update(f"{name} {meta.dtype} {tuple(meta.shape)} {weight.sources}\n".encode())
+        if weight.value is not None:
+            digest.update(weight.value.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def stored_recipe(path: Path) -> str | None:
+    """The recipe a weights file was written by; None where it says nothing or can't be read."""
+    try:
+        return str(_read_header(path)[1]["__metadata__"]["recipe"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def parts(weight: Weight, checkpoint: Checkpoint) -> Iterator[Tensor]:
     """The tensors that a weight is the concatenation of, one at a time."""
     if weight.value is not None:
@@ -69,14 +90,13 @@ def parts(weight: Weight, checkpoint: Checkpoint) -> Iterator[Tensor]:
 
 def data_offsets(path: Path) -> dict[str, tuple[int, int]]:
     """For each tensor of a safetensors file its absolute offset and length in bytes."""
+    start, header = _read_header(path)
+    offsets = {n: entry["data_offsets"] for n, entry in header.items() if n != "__metadata__"}
+    return {name: (start + begin, end - begin) for name, (begin, end) in offsets.items()}
+
+
+def _read_header(path: Path) -> tuple[int, Any]:
+    """(offset of the data, parsed header) of a safetensors file."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    return {
-        name: (
-            8 + size + entry["data_offsets"][0],
-            entry["data_offsets"][1] - entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+        return 8 + size, json.loads(file.read(size))

@@ -108,3 +108,30 @@ paged_attention = register(
     reference=paged_attention_reference,
     fake=_fake,
 )
+
+
+def one_token_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor,
+    block_tables: Tensor, context_lens: Tensor, query_start: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """The same for exactly one token of one sequence (its slot >= 0), written for a compiler.
+
+    No data-dependent Python: Inductor turns it into loops over the blocks and fuses them with
+    their neighbours, where the operator above costs a call into Python for each layer.
+    """
+    block_size, kv_heads = k_pool.shape[1:3]
+    slot = (slot_mapping // block_size, slot_mapping % block_size)
+    k_pool.index_put_(slot, k)
+    v_pool.index_put_(slot, v)
+    table = block_tables[0]
+    keys = k_pool[table].permute(2, 0, 1, 3)[:, None]  # [kv_heads, 1, blocks, block_size, d]
+    values = v_pool[table].permute(2, 0, 1, 3)[:, None]
+    query = q[0].view(kv_heads, -1, 1, 1, q.shape[-1])  # [kv_heads, group, 1, 1, d]
+    scores = (query.float() * keys.float()).sum(-1) * scale
+    positions = torch.arange(table.shape[0], device=q.device)[:, None] * block_size
+    positions = positions + torch.arange(block_size, device=q.device)
+    scores = torch.where(positions < context_lens[0], scores, float("-inf"))
+    weights = (scores - scores.amax((-2, -1), keepdim=True)).exp()
+    weights = weights / weights.sum((-2, -1), keepdim=True)
+    y = (weights[..., None] * values.float()).sum((2, 3))
+    return y.view(1, q.shape[1], v.shape[-1]).to(q.dtype)

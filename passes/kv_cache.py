@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -214,7 +215,7 @@ def trace_values(program: Program, inputs: list[GraphInput]) -> None:
     )
     env: dict[fx.Node, Any] = {}
     weights: dict[str, Tensor] = {}
-    with mode:
+    with mode, enable_python_dispatcher():  # C++ alone refuses some symbolic sizes (torch 2.11)
         for node in program.graph.nodes:
             if node.op == "placeholder":
                 env[node] = next(fakes)

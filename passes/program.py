@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
 
@@ -73,7 +74,7 @@ class Program:
             key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta
         }
         if all("val" in source.meta for source in node.all_input_nodes):
-            with fake_mode(self.graph):
+            with fake_mode(self.graph), enable_python_dispatcher():
                 node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
         return node
 

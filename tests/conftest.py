@@ -27,8 +27,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from seekforge.compile.build import Options, build
 from seekforge.compile.export import export_module
 from seekforge.models.exportable import make_exportable
+from seekforge.models.module import build_module
 from seekforge.passes.program import Program, Weight
 
 COMMON = {
@@ -119,6 +121,36 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, bos_token=begin, eos_token=end, pad_token=pad
     )
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """Factory `(family, backend, dtype=, max_len=, max_chunk=, **config) -> engine directory`.
+
+    Built once for each set of arguments; the engines of one checkpoint share a bundle.
+    """
+    made: dict[str, Path] = {}
+
+    def make(
+        family: str,
+        backend: str,
+        dtype: str = "float32",
+        max_len: int = 256,
+        max_chunk: int = 64,
+        **config: Any,
+    ) -> Path:
+        key = json.dumps([family, dtype, max_len, max_chunk, config], sort_keys=True)
+        bundle = made.setdefault(key, tmp_path_factory.mktemp(f"{family}-engines"))
+        if not (bundle / backend).exists():
+            options = Options(
+                backends=(backend,), dtype=dtype, max_len=max_len, max_chunk=max_chunk, max_batch=5
+            )
+            build(tiny_checkpoint(family, **config), bundle, options)
+        return bundle / backend
+
+    return make
 
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -274,8 +306,8 @@ def exported(tiny_model: Callable[..., nn.Module]) -> Callable[..., tuple[Progra
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(dtype)
             sources = {name: name for name, _ in module.named_parameters(remove_duplicate=False)}
-            program = export_module(copy.deepcopy(module), sources, 64)
-            made[key] = program, make_exportable(module)
+            bare = build_module(copy.deepcopy(module.config), dtype)
+            made[key] = export_module(bare, sources, 64), make_exportable(module)
         program, module = made[key]
         graph = torch.fx.Graph()
         graph.output(graph.graph_copy(program.graph, {}))

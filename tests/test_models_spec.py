@@ -151,7 +151,7 @@ def test_max_len_within_the_sliding_window() -> None:
     check_max_len(config_of("qwen2", **window | {"use_sliding_window": False}), 256)
 
 
-@pytest.mark.parametrize(("family", "rms_norm"), [("llama", 1), ("qwen2", 1), ("qwen3", 7)])
+@pytest.mark.parametrize(("family", "rms_norm"), [("llama", 7), ("qwen2", 7), ("qwen3", 13)])
 def test_expected_fusions(family: str, rms_norm: int) -> None:
     spec = ModelSpec.from_config(config_of(family, num_hidden_layers=3))
     assert expected_fusions(spec) == {
@@ -170,5 +170,5 @@ def test_expected_norms_are_all_norms_of_the_module(family: str) -> None:
     config = config_of(family)
     names = [type(part).__name__ for part in build_module(config, torch.float32).modules()]
     expected = expected_fusions(ModelSpec.from_config(config))
-    norms = sum(name.endswith("RMSNorm") for name in names)
-    assert norms == expected["rms_norm"] + expected["add_rms_norm"]
+    assert expected["rms_norm"] == sum(name.endswith("RMSNorm") for name in names)
+    assert expected["add_rms_norm"] == 2 * config.num_hidden_layers

@@ -85,14 +85,24 @@ class Served:
         return list(logits.split(counts))
 
 
-def cached(
-    exported: Callable[..., Any], form: str, *args: Any, block_size: int = 4, **overrides: Any
-) -> tuple[Served, nn.Module]:
-    program, module = exported(*args, **overrides)
-    run_fusions(program, 64)
-    results, _ = insert_kv_cache(program, form)
-    assert [(r.name, r.fired) for r in results] == [("kv_cache", 2), ("logits_rows", 1)]
-    return Served(program, module, block_size, 3), module
+@pytest.fixture(scope="module")
+def served(exported: Callable[..., Any]) -> Callable[..., tuple[Served, nn.Module]]:
+    """Factory `(form, family, dtype=float32, block_size=4) -> (Served, eager module)`."""
+    made: dict[Any, tuple[Program, nn.Module]] = {}
+
+    def make(
+        form: str, family: str, dtype: torch.dtype = torch.float32, block_size: int = 4
+    ) -> tuple[Served, nn.Module]:
+        if (form, family, dtype) not in made:
+            program, module = exported(family, dtype)
+            run_fusions(program, 64)
+            results, _ = insert_kv_cache(program, form)
+            assert [(r.name, r.fired) for r in results] == [("kv_cache", 2), ("logits_rows", 1)]
+            made[form, family, dtype] = program, module
+        program, module = made[form, family, dtype]
+        return Served(program, module, block_size, 3), module
+
+    return make
 
 
 def eager(module: nn.Module, ids: Tensor) -> Tensor:
@@ -116,46 +126,47 @@ PLAN = [  # tokens of each sequence in each step: prefills, chunks and decodes m
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_every_position_of_mixed_steps(
-    exported: Callable[..., Any], family: str, form: str, block_size: int
+    served: Callable[..., Any], family: str, form: str, block_size: int
 ) -> None:
-    served, module = cached(exported, form, family, block_size=block_size)
+    engine, module = served(form, family, block_size=block_size)
     given: list[list[Tensor]] = [[], [], []]
     for counts in PLAN:
         chunks = {
-            i: PROMPTS[i][served.held[i] : served.held[i] + n] for i, n in counts.items() if n
+            i: PROMPTS[i][engine.held[i] : engine.held[i] + n] for i, n in counts.items() if n
         }
-        for i, logits in zip(chunks, served.step(chunks), strict=True):
+        for i, logits in zip(chunks, engine.step(chunks), strict=True):
             given[i].append(logits)
-    assert served.held == [len(prompt) for prompt in PROMPTS]
+    assert engine.held == [len(prompt) for prompt in PROMPTS]
     for prompt, logits in zip(PROMPTS, given, strict=True):
         assert_close(torch.cat(logits), eager(module, prompt), f"{len(prompt)} tokens")
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # `cache` since 5.2x
 def test_equals_transformers_with_its_cache(
-    exported: Callable[..., Any], tiny_model: Callable[..., nn.Module], form: str
+    served: Callable[..., Any], tiny_model: Callable[..., nn.Module], form: str
 ) -> None:
     """B54: past 0 + 12, 12 + 1, 13 + 3 against transformers' own attention and cache."""
-    served, _ = cached(exported, form, "llama")
+    engine, _ = served(form, "llama")
     oracle, cache = tiny_model("llama"), DynamicCache()
     for count in (12, 1, 3):
-        ids = PROMPTS[0][served.held[0] : served.held[0] + count]
+        ids = PROMPTS[0][engine.held[0] : engine.held[0] + count]
         right = oracle(input_ids=ids[None], past_key_values=cache, use_cache=True).logits[0]
-        assert_close(served.step({0: ids})[0], right, f"{count} after {served.held[0]}")
+        assert_close(engine.step({0: ids})[0], right, f"{count} after {engine.held[0]}")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_later_tokens_do_not_change_earlier_logits(exported: Callable[..., Any], form: str) -> None:
+def test_later_tokens_do_not_change_earlier_logits(served: Callable[..., Any], form: str) -> None:
     changed = PROMPTS[0].clone()
     changed[7] = 3
-    logits = [cached(exported, form, "llama")[0].step({1: ids})[0] for ids in (PROMPTS[0], changed)]
+    logits = [served(form, "llama")[0].step({1: ids})[0] for ids in (PROMPTS[0], changed)]
     assert torch.equal(logits[0][:7], logits[1][:7])
     assert (logits[0][7:] != logits[1][7:]).any(-1).all()
 
 
-def test_padding_does_not_change_real_rows(exported: Callable[..., Any]) -> None:
+def test_padding_does_not_change_real_rows(served: Callable[..., Any]) -> None:
     """A short chunk beside a long one, and alone."""
-    together, alone = (cached(exported, "padded", "qwen3")[0] for _ in range(2))
+    together, alone = (served("padded", "qwen3")[0] for _ in range(2))
     short = together.step({0: PROMPTS[0], 1: PROMPTS[1][:2]})[1]
     assert_close(short, alone.step({1: PROMPTS[1][:2]})[0], "beside a longer row")
 
@@ -163,15 +174,15 @@ def test_padding_does_not_change_real_rows(exported: Callable[..., Any]) -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS)
 def test_half_precision_is_as_near_as_eager(
-    exported: Callable[..., Any], form: str, dtype: torch.dtype
+    exported: Callable[..., Any], served: Callable[..., Any], form: str, dtype: torch.dtype
 ) -> None:
     """Judged by fp32: the error is at most 1.1 times that of transformers in the same dtype."""
-    served, module = cached(exported, form, "llama", dtype)
+    engine, module = served(form, "llama", dtype)
     _, judge = exported("llama")
     right = torch.cat([eager(judge, prompt) for prompt in PROMPTS])
-    ours = torch.cat(served.step(dict(enumerate(PROMPTS)))).float()
+    ours = torch.cat(engine.step(dict(enumerate(PROMPTS)))).float()
     theirs = torch.cat([eager(module, prompt) for prompt in PROMPTS]).float()
-    assert served.pools[0].dtype == dtype
+    assert engine.pools[0].dtype == dtype
     assert (ours - right).norm() <= 1.1 * (theirs - right).norm()
 
 
@@ -216,9 +227,9 @@ def test_without_fusions(exported: Callable[..., Any]) -> None:
         program, module = exported("qwen2")
         cleanup(program)
         insert_kv_cache(program, form)
-        served = Served(program, module, 4, 3)
+        engine = Served(program, module, 4, 3)
         logits = torch.cat(
-            [served.step({0: PROMPTS[1][:5]})[0], served.step({0: PROMPTS[1][5:]})[0]]
+            [engine.step({0: PROMPTS[1][:5]})[0], engine.step({0: PROMPTS[1][5:]})[0]]
         )
         assert_close(logits, eager(module, PROMPTS[1]), form)
 

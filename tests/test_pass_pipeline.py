@@ -1,4 +1,4 @@
-"""The pipeline as a whole: counts, order, idempotence, sizes, and the error when too little fires."""
+"""The pipeline as a whole: counts, idempotence, sizes, and the error when too little fires."""
 
 from __future__ import annotations
 
@@ -57,10 +57,12 @@ def test_counts_are_the_familys(exported: Callable[..., Any], family: str, form:
     assert misses == {"add_rms_norm": first_norm}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("family", "limit"), [("llama", 9), ("qwen2", 9), ("qwen3", 11)])
+@pytest.mark.parametrize(
+    ("family", "limit", "form"),
+    [("llama", 9, "ragged"), ("qwen2", 9, "padded"), ("qwen3", 11, "ragged")],
+)
 def test_compute_nodes_a_layer(
-    exported: Callable[..., Any], family: str, form: str, limit: int
+    exported: Callable[..., Any], family: str, limit: int, form: str
 ) -> None:
     """At most 12 were asked for. A layer: 4 linears, 2 norms, RoPE, attention, SwiGLU; Qwen3 also
     norms q and k."""
@@ -108,11 +110,12 @@ def test_final_clean_up_leaves_nothing(exported: Callable[..., Any], form: str) 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_checkpoint_tensor_is_used_once(exported: Callable[..., Any], tied: bool) -> None:
-    """None is lost, none doubled; a tied head reads the embedding (B22)."""
+    """None is lost, none doubled; a tied matrix has one name in the graph (B22)."""
     program, module = exported("qwen2", tie_word_embeddings=tied)
     run_pipeline(program, "ragged", 64, expected(module))
     sources = [source for weight in program.weights.values() for source in weight.sources]
-    assert sorted(sources) == sorted(name for name, _ in module.named_parameters())
+    used = sorted(module.get_parameter(source).data_ptr() for source in sources)
+    assert used == sorted(parameter.data_ptr() for parameter in module.parameters())
     assert {n for n, w in program.weights.items() if w.value is not None} == {
         "rope.cos",
         "rope.sin",
