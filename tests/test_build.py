@@ -13,6 +13,7 @@ import pytest
 
 from seekforge.compile import build as building
 from seekforge.compile.build import Options, build
+from seekforge.compile.weights import data_offsets
 from seekforge.kernels.errors import BuildError, EngineError, InputError
 from seekforge.passes.rule import PassResult
 from seekforge.runtime.manifest import read_manifest, resolve_engine
@@ -64,13 +65,14 @@ def test_failed_step_leaves_nothing(
 def test_wrong_engine_does_not_pass_verification(
     tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted fault: the engine gets weights that are slightly off."""
+    """Planted fault: half of one norm's weights are zero."""
     write = building.write_weights
 
     def off(program, checkpoint, path, *rest):  # type: ignore[no-untyped-def]
         size = write(program, checkpoint, path, *rest)
         data = bytearray(path.read_bytes())
-        data[-33:-1] = bytes(32)
+        start, length = data_offsets(path)["model.norm.weight"]
+        data[start : start + length // 2] = bytes(length // 2)
         path.write_bytes(data)
         return size
 
