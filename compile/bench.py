@@ -78,10 +78,10 @@ def bench_decode(
 
 
 def read_bandwidth() -> float:
-    """Bytes/s at which this machine's CPU reads 400 MB with all threads; the best of five."""
+    """Bytes/s at which this machine's CPU reads 400 MB with all threads; the best of twenty."""
     parts = [torch.ones(25_000_000) for _ in range(4)]
     best = float("inf")
-    for _ in range(5):
+    for _ in range(20):
         start = time.perf_counter()
         for part in parts:
             part.sum()

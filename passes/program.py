@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
+
+TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ def source_line(node: fx.Node) -> str:
     # The innermost line that is not torch's own: the model's source.
     for line in reversed(lines):
         path, number = line.split('"')[1], line.split("line ")[1].split(",")[0]
-        if "/torch/" not in path:
+        if not path.startswith(TORCH):
             return f"{'/'.join(path.split('/')[-2:])}:{number}"
     return node.name
 

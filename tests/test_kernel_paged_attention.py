@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from seekforge.kernels.attention import attention
-from seekforge.kernels.paged_attention import paged_attention
+from seekforge.kernels.paged_attention import one_token_attention, paged_attention
 from seekforge.kernels.tolerance import assert_close
 
 Make = Callable[..., SimpleNamespace]
@@ -124,6 +124,18 @@ def test_chunks_equal_the_whole_prefill(cached_sequences: Make) -> None:
             )
         )  # fmt: skip
     assert_close(torch.cat(y), case.expected, "chunks")
+
+
+@pytest.mark.parametrize("past", [0, 3, 4, 17])
+def test_one_token_form(cached_sequences: Make, device: str, past: int) -> None:
+    """The form for compilers: same result, same writes; slots behind the context are not seen."""
+    case, other = (cached_sequences([(past, 1)], device=device, v_dim=12) for _ in range(2))
+    filler = torch.full_like(case.block_tables, 2)  # the table of a longer sequence's engine
+    case.block_tables = torch.cat((case.block_tables, filler), 1)
+    assert_close(one_token_attention(*case.paged()), case.expected, f"{past=}")
+    paged_attention(*other.paged())
+    assert torch.equal(case.k_pool, other.k_pool)
+    assert torch.equal(case.v_pool, other.v_pool)
 
 
 def test_reads_any_strides(
