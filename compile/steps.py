@@ -35,6 +35,7 @@ class Steps:
         expected = _recall(self.subject, name)
         hint = f" (expected {expected:.0f} s)" if expected and expected >= 1 else ""
         _reset_peak()
+        children = _children_peak()
         start = time.perf_counter()
         with Progress(
             SpinnerColumn(),
@@ -47,6 +48,8 @@ class Steps:
             bar.add_task(f"{name}{hint}", total=None)
             yield
         seconds, peak = time.perf_counter() - start, peak_bytes()
+        if _children_peak() != children:  # a process of this step was the largest so far
+            peak = max(peak, _children_peak())
         self.done.append({"name": name, "seconds": round(seconds, 3), "peak_bytes": peak})
         _remember(self.subject, name, seconds)
         self.console.print(
@@ -65,6 +68,11 @@ def peak_bytes() -> int:
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _children_peak() -> int:
+    """Peak resident memory of the largest child process that has ended."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
 def _reset_peak() -> None:
