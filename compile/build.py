@@ -23,14 +23,13 @@ from typing import Any
 import torch
 
 from seekforge.compile import compare, inductor, onnx, profiles, tensorrt
-from seekforge.compile.export import export_module
+from seekforge.compile.export import DTYPES, export_checkpoint
 from seekforge.compile.prompts import PROMPTS
 from seekforge.compile.steps import Steps
 from seekforge.compile.weights import WEIGHTS_NAME, recipe, stored_recipe, write_weights
 from seekforge.kernels.errors import BuildError, InputError
-from seekforge.models.checkpoint import Checkpoint, open_checkpoint, tensor_for_parameter
+from seekforge.models.checkpoint import Checkpoint, open_checkpoint
 from seekforge.models.families import expected_fusions
-from seekforge.models.module import build_module
 from seekforge.models.spec import check_max_len
 from seekforge.passes.kv_cache import GraphInput
 from seekforge.passes.pipeline import run_pipeline
@@ -60,7 +59,6 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +139,7 @@ class _Job:
         first = len(self.steps.done)
         dtype = self._dtype(backend)
         with _atomic(self.out / backend) as folder:
-            program, inputs, passes = self._program(FORMS[backend], DTYPES[dtype])
+            program, inputs, passes = self._program(FORMS[backend], dtype)
             self._write_weights(program, folder)
             facts = getattr(self, f"_{backend.replace('-', '_')}")(program, inputs, folder)
             for name in TOKENIZER_FILES:
@@ -169,14 +167,9 @@ class _Job:
         stored = str(self.checkpoint.config.dtype).removeprefix("torch.")
         return stored if stored in DTYPES else "bfloat16"
 
-    def _program(
-        self, form: str, dtype: torch.dtype
-    ) -> tuple[Program, list[GraphInput], list[PassResult]]:
+    def _program(self, form: str, dtype: str) -> tuple[Program, list[GraphInput], list[PassResult]]:
         with self.steps.step("export"):
-            module = build_module(self.checkpoint.config, dtype)
-            names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-            sources = {name: tensor_for_parameter(self.checkpoint, name) for name in names}
-            program = export_module(module, sources, self.limits.max_len)
+            program = export_checkpoint(self.checkpoint, dtype, self.limits.max_len)
         with self.steps.step("passes"):
             passes, inputs = run_pipeline(
                 program, form, self.limits.max_len, expected_fusions(self.checkpoint.spec)

@@ -10,10 +10,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from seekforge.kernels.errors import BuildError
+from seekforge.models.checkpoint import Checkpoint, tensor_for_parameter
 from seekforge.models.exportable import make_exportable
+from seekforge.models.module import build_module
 from seekforge.passes.program import Program, Weight
 
 TRACE_BATCH, TRACE_SEQ = 2, 7
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_checkpoint(checkpoint: Checkpoint, dtype: str, max_len: int) -> Program:
+    """`export_module` of an opened checkpoint in `dtype`; no weights are read."""
+    module = build_module(checkpoint.config, DTYPES[dtype])
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    sources = {name: tensor_for_parameter(checkpoint, name) for name in names}
+    return export_module(module, sources, max_len)
 
 
 def export_module(module: nn.Module, sources: dict[str, str], max_len: int) -> Program:

@@ -7,17 +7,12 @@ import dataclasses
 import json
 from pathlib import Path
 
-import torch
-
-from seekforge.compile.export import export_module
+from seekforge.compile.export import DTYPES, export_checkpoint
 from seekforge.kernels.errors import InputError
-from seekforge.models.checkpoint import open_checkpoint, tensor_for_parameter
+from seekforge.models.checkpoint import open_checkpoint
 from seekforge.models.families import expected_fusions
-from seekforge.models.module import build_module
 from seekforge.models.spec import check_max_len
 from seekforge.passes.pipeline import run_pipeline
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def write_graphs(checkpoint_path: Path, out: Path, dtype: str, max_len: int | None) -> None:
@@ -35,10 +30,7 @@ def write_graphs(checkpoint_path: Path, out: Path, dtype: str, max_len: int | No
         ) from None
     report = {}
     for form in ("ragged", "padded"):
-        module = build_module(checkpoint.config, DTYPES[dtype])
-        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        sources = {name: tensor_for_parameter(checkpoint, name) for name in names}
-        program = export_module(module, sources, length)
+        program = export_checkpoint(checkpoint, dtype, length)
         (out / "exported.txt").write_text(str(program.graph))
         results, _ = run_pipeline(program, form, length, expected_fusions(checkpoint.spec))
         (out / f"{form}.txt").write_text(str(program.graph))

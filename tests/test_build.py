@@ -157,7 +157,7 @@ def test_refusals_before_anything_heavy(
     def heavy(*_: object) -> None:
         raise AssertionError("export was reached")
 
-    monkeypatch.setattr(building, "export_module", heavy)
+    monkeypatch.setattr(building, "export_checkpoint", heavy)
     checkpoint = tiny_checkpoint("llama")
     with pytest.raises(InputError, match=r"257.*256"):
         build(checkpoint, tmp_path, Options(max_len=257))
