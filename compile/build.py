@@ -2,19 +2,13 @@
 
     open -> export -> passes -> weights -> lower -> verify -> rename into place
 
-Engines are made in a temporary directory beside their place and renamed at the end; the manifest is
-written last. A build that fails or is killed leaves nothing that loads. Engines of one bundle that
-take the same weights share one file (hard links).
+The manifest is written last. A build that fails or is killed leaves nothing that loads.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,16 +16,23 @@ from typing import Any
 
 import torch
 
-from seekforge.compile import compare, inductor, onnx, profiles, tensorrt
+from seekforge.compile import compare
+from seekforge.compile.bundle import (
+    atomic_directory,
+    check_writable,
+    copy_tokenizer,
+    link_weights,
+)
 from seekforge.compile.export import DTYPES, export_checkpoint
+from seekforge.compile.lower import Lowering, lower
 from seekforge.compile.prompts import PROMPTS
 from seekforge.compile.steps import Steps
-from seekforge.compile.weights import WEIGHTS_NAME, recipe, stored_recipe, write_weights
+from seekforge.compile.weights import WEIGHTS_NAME, recipe, write_weights
 from seekforge.kernels.errors import BuildError, InputError
 from seekforge.models.checkpoint import Checkpoint, open_checkpoint
 from seekforge.models.families import expected_fusions
 from seekforge.models.spec import check_max_len
-from seekforge.passes.kv_cache import GraphInput
+from seekforge.passes.kv_cache import GraphInput, graph_outputs
 from seekforge.passes.pipeline import run_pipeline
 from seekforge.passes.program import Program
 from seekforge.passes.rule import PassResult
@@ -47,7 +48,6 @@ from seekforge.runtime.manifest import (
     unfit_reason,
     write_manifest,
 )
-from seekforge.runtime.profiles import profile_to_json
 
 FORMS = {
     "inductor": "ragged",
@@ -55,10 +55,6 @@ FORMS = {
     "tensorrt": "padded",
     "tensorrt-rtx": "padded",
 }
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +109,7 @@ def build(
     max_len = options.max_len or min(DEFAULT_MAX_LEN, spec.max_position_embeddings)
     check_max_len(checkpoint.config, max_len)
     limits = Limits(max_len, options.max_batch, min(options.max_chunk, max_len))
-    _check_writable(out)
+    check_writable(out)
     for backend in options.backends:
         _check_backend(backend, options)
     subject = f"{spec.model_type} {spec.num_layers}x{spec.hidden_size}"
@@ -138,14 +134,20 @@ class _Job:
         self.steps.console.print(f"{backend}", style="bold")
         first = len(self.steps.done)
         dtype = self._dtype(backend)
-        with _atomic(self.out / backend) as folder:
+        with atomic_directory(self.out / backend) as folder:
             program, inputs, passes = self._program(FORMS[backend], dtype)
-            self._write_weights(program, folder)
-            facts = getattr(self, f"_{backend.replace('-', '_')}")(program, inputs, folder)
-            for name in TOKENIZER_FILES:
-                if (self.checkpoint.path / name).is_file():
-                    shutil.copyfile(self.checkpoint.path / name, folder / name)
-            manifest = self._manifest(backend, dtype, program, inputs, passes, facts, folder)
+            if not link_weights(self.out, folder, recipe(program, self.checkpoint)):
+                with self.steps.step("weights"):
+                    write_weights(program, self.checkpoint, folder / WEIGHTS_NAME)
+            kv = self._kv(backend, dtype)
+            facts = lower(
+                Lowering(
+                    backend, program, inputs, folder, dtype, self.options.device, self.limits, kv,
+                    self.options.target, self.out, self.steps,
+                )
+            )  # fmt: skip
+            copy_tokenizer(self.checkpoint.path, folder)
+            manifest = self._manifest(backend, dtype, program, inputs, passes, kv, facts, folder)
             manifest = dataclasses.replace(manifest, steps=tuple(self.steps.done[first:]))
             write_manifest(folder, manifest)
             receipt = self._verify(backend, folder)
@@ -180,96 +182,13 @@ class _Job:
         self.steps.console.print(f"    {fired}", highlight=False, style="dim")
         return program, inputs, passes
 
-    def _write_weights(self, program: Program, folder: Path) -> None:
-        """Writes the weights, or links to equal ones of another engine of the bundle."""
-        target = folder / WEIGHTS_NAME
-        wanted = recipe(program, self.checkpoint)
-        for other in self.out.glob(f"[!.]*/{WEIGHTS_NAME}"):
-            if stored_recipe(other) == wanted:
-                try:
-                    os.link(other, target)
-                except OSError:  # a file system without hard links
-                    shutil.copyfile(other, target)
-                return
-        with self.steps.step("weights"):
-            write_weights(program, self.checkpoint, target)
-
-    def _inductor(self, program: Program, inputs: list[GraphInput], folder: Path) -> dict[str, Any]:
-        device = self.options.device
-        with self.steps.step("compile"):
-            inductor.lower_inductor(program, inputs, device, folder)
-        capability = None
-        if device == "cuda":
-            capability = ".".join(map(str, torch.cuda.get_device_capability()))
-        return {
-            "backend_version": torch.__version__,
-            "device": device,
-            "compute_capability": capability,
-        }
-
-    def _onnxruntime(
-        self, program: Program, inputs: list[GraphInput], folder: Path
-    ) -> dict[str, Any]:
-        import onnxruntime
-
-        with self.steps.step("ONNX"):
-            model = onnx.write_onnx(program, inputs, folder / WEIGHTS_NAME, folder / "model.onnx")
-        counts: dict[str, int] = {}
-        for node in model.graph.node:
-            counts[node.op_type] = counts.get(node.op_type, 0) + 1
-        return {
-            "backend_version": onnxruntime.__version__,
-            "device": self.options.device,
-            "compute_capability": None,
-            "layers": {"onnx": dict(sorted(counts.items(), key=lambda item: -item[1]))},
-        }
-
-    def _tensorrt(
-        self, program: Program, inputs: list[GraphInput], folder: Path, product: str = "tensorrt"
-    ) -> dict[str, Any]:
-        with self.steps.step("ONNX"):
-            onnx.write_onnx(program, inputs, folder / WEIGHTS_NAME, folder / "model.onnx")
-        ranges = profiles.make_profiles(self.limits, self._kv(program))
-        log = self.out / f"{product}.log"
-        with self.steps.step(f"{product} build"):
-            result = tensorrt.build_tensorrt(
-                folder / "model.onnx",
-                folder / "model.engine",
-                product=product,
-                profiles=ranges,
-                compute_capabilities=[self.options.target] if product == "tensorrt-rtx" else [],
-                log_path=log,
-                allow_unfused_attention=program.tensor(next(iter(program.weights))).dtype
-                == torch.float32,
-            )
-        # The engine holds its own copy of the weights; the ONNX files were only the way there.
-        (folder / "model.onnx").unlink()
-        (folder / WEIGHTS_NAME).unlink()
-        return {
-            "backend_version": result.backend_version,
-            "device": "cuda",
-            "compute_capability": self.options.target if product == "tensorrt-rtx" else None,
-            "layers": result.layers,
-            "profiles": tuple(profile_to_json(profile) for profile in ranges),
-            "inputs": result.inputs,
-            "outputs": result.outputs,
-        }
-
-    def _tensorrt_rtx(
-        self, program: Program, inputs: list[GraphInput], folder: Path
-    ) -> dict[str, Any]:
-        return self._tensorrt(program, inputs, folder, "tensorrt-rtx")
-
-    def _kv(self, program: Program) -> KVLayout:
-        spec = self.checkpoint.spec
-        dtype = str(program.graph.find_nodes(op="placeholder")[-1].meta["val"].dtype)
+    def _kv(self, backend: str, dtype: str) -> KVLayout:
         return KVLayout(
-            num_layers=spec.num_layers,
+            num_layers=self.checkpoint.spec.num_layers,
             block_size=self.options.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=dtype.removeprefix("torch."),
-            dynamic_block_size=True,
+            pools=self.checkpoint.spec.kv_pools,
+            dtype=dtype,
+            dynamic_block_size=not backend.startswith("tensorrt"),
         )
 
     def _manifest(
@@ -279,13 +198,11 @@ class _Job:
         program: Program,
         inputs: list[GraphInput],
         passes: list[PassResult],
+        kv: KVLayout,
         facts: dict[str, Any],
         folder: Path,
     ) -> Manifest:
         checkpoint = self.checkpoint
-        kv = self._kv(program)
-        if backend.startswith("tensorrt"):
-            kv = dataclasses.replace(kv, dynamic_block_size=False)
         with self.steps.step("checksums"):
             files = file_entries(folder)
         return Manifest(
@@ -306,10 +223,8 @@ class _Job:
             **{
                 "layers": None,
                 "profiles": (),
-                "inputs": tuple(
-                    TensorSpec(i.name, str(i.dtype).removeprefix("torch."), i.dims) for i in inputs
-                ),
-                "outputs": _output_specs(program),
+                "inputs": _specs(inputs),
+                "outputs": _specs(graph_outputs(program)),
                 **facts,
             },
         )
@@ -342,14 +257,8 @@ def _cannot_run(folder: Path) -> str | None:
     return unfit_reason(read_manifest(folder, check_files=False))
 
 
-def _output_specs(program: Program) -> tuple[TensorSpec, ...]:
-    specs = []
-    for name, node in zip(program.outputs, program.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
-        value = node.meta["val"]
-        lead: tuple[str, ...] = ("rows",) if name == "logits" else ("batch", "seq")
-        shape: tuple[int | str, ...] = (*lead, *map(int, value.shape[len(lead) :]))
-        specs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), shape))
-    return tuple(specs)
+def _specs(values: Iterable[GraphInput]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(v.name, str(v.dtype).removeprefix("torch."), v.dims) for v in values)
 
 
 def _check_backend(backend: str, options: Options) -> None:
@@ -367,36 +276,3 @@ def _check_backend(backend: str, options: Options) -> None:
             "--dtype bfloat16: ONNX Runtime has no bfloat16 kernels for the CPU; "
             "use float32 or float16"
         )
-
-
-def _check_writable(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"-o {out}: cannot be written ({error.strerror}); give another folder"
-        ) from None
-
-
-@contextmanager
-def _atomic(target: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `target` when the body succeeds, and vanishes when it
-    fails."""
-    for stale in target.parent.glob(f".{target.name}.*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    folder.chmod(0o755)
-    try:
-        yield folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if target.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        target.rename(old / "old")
-        folder.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        folder.rename(target)

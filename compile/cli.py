@@ -81,13 +81,21 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--checkpoint", help="default: the one the first engine was built from")
     compare.add_argument("--prompts", type=Path, help="text file, one prompt a line")
     compare.add_argument("--max-tokens", type=int, default=64)
+    compare.add_argument("--text", type=Path, help="text file: perplexities on it are compared too")
+    compare.add_argument("--text-tokens", type=int, help="use its first N tokens (default: all)")
     _json_flag(compare)
     compare.set_defaults(run=_compare)
 
-    inspect = verbs.add_parser("inspect", help="show what an engine or a checkpoint is")
-    inspect.add_argument(
-        "path", type=Path, help="engine directory, bundle, or checkpoint directory"
+    inspect = verbs.add_parser(
+        "inspect", help="show what an engine, a checkpoint or a configuration is"
     )
+    inspect.add_argument(
+        "path", type=Path, help="engine directory, bundle, checkpoint directory, or config.json"
+    )
+    inspect.add_argument(
+        "--graph", action="store_true",
+        help="of a checkpoint: export, run the passes, count what is left (always without weights)",
+    )  # fmt: skip
     _json_flag(inspect)
     inspect.set_defaults(run=_inspect)
 
@@ -168,12 +176,16 @@ def _build(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from seekforge.compile.compare import compare, format_table
+    from seekforge.compile.perplexity import read_text
     from seekforge.compile.prompts import PROMPTS
 
     prompts: Sequence[str] = PROMPTS
     if args.prompts:
         prompts = _read_prompts(args.prompts)
-    result = compare(_runnable(args.engines), _checkpoint(args), prompts, args.max_tokens)
+    text = read_text(args.text) if args.text else None
+    result = compare(
+        _runnable(args.engines), _checkpoint(args), prompts, args.max_tokens, text, args.text_tokens
+    )
     if args.json:
         _print_json(result.to_dict())
     else:
@@ -184,7 +196,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from seekforge.compile.inspect import describe, format_description
 
-    described = describe(args.path)
+    described = describe(args.path, args.graph)
     if args.json:
         _print_json(described)
     else:

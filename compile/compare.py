@@ -3,7 +3,8 @@
 fp32 eager is the judge. An engine in another dtype passes when its error against the judge is no
 worse than 1.1 times that of eager in the same dtype; an fp32 engine when its largest logit differs
 by no more than 2e-4 (on logits of ordinary size). Logits come from teacher forcing through the
-paged cache, tokens from greedy generation.
+paged cache, tokens from greedy generation. With a text, perplexities too: an fp32 engine's may
+differ from eager's by one part in 10,000.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from seekforge.compile.perplexity import perplexity, windows
+from seekforge.compile.perplexity import text_tokens as perplexity_tokens
 from seekforge.compile.prompts import PROMPTS
 from seekforge.kernels.errors import InputError
 from seekforge.models.module import load_eager
@@ -29,6 +32,8 @@ from seekforge.runtime.sampling import SamplingParams
 
 FP32_LIMIT = 2e-4
 DTYPE_FACTOR = 1.1
+PERPLEXITY_LIMIT = 1e-4  # relative, fp32 engines
+WINDOW = 512  # tokens scored together for a perplexity
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class EngineResult:
     mean_error, max_error: of the logits. kl: mean KL divergence in nats. top1: share of positions
     with the judge's argmax. tokens: share of greedily generated tokens equal to those of eager in
     the engine's dtype, up to the first that differs. limit: what `judged` must not exceed; judged:
-    max_error for fp32, else mean_error.
+    max_error for fp32, else mean_error. perplexity: of the text, where one was given.
     """
 
     name: str
@@ -50,6 +55,7 @@ class EngineResult:
     tokens: float
     judged: float
     limit: float
+    perplexity: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -68,22 +74,32 @@ class EngineResult:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Engines, and eager itself in each of their lower dtypes."""
+    """Engines, and eager itself in each of their lower dtypes. perplexity: of fp32 eager on the
+    text that was given; text_tokens: how many it predicts there."""
 
     engines: tuple[EngineResult, ...]
     eager: tuple[EngineResult, ...]
     num_prompts: int
     num_positions: int
+    perplexity: float | None = None
+    text_tokens: int = 0
 
     @property
     def passed(self) -> bool:
-        return all(engine.passed for engine in self.engines)
+        return all(engine.passed and self.perplexity_passed(engine) for engine in self.engines)
+
+    def perplexity_passed(self, engine: EngineResult) -> bool:
+        if self.perplexity is None or engine.perplexity is None or engine.dtype != "float32":
+            return True
+        return abs(engine.perplexity / self.perplexity - 1) <= PERPLEXITY_LIMIT
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "passed": self.passed,
             "prompts": self.num_prompts,
             "positions": self.num_positions,
+            "perplexity": self.perplexity,
+            "text_tokens": self.text_tokens,
             "engines": [engine.to_dict() for engine in self.engines],
             "eager": [dataclasses.asdict(eager) for eager in self.eager],
         }
@@ -94,10 +110,13 @@ def compare(
     checkpoint: Path | None = None,
     prompts: Sequence[str] = PROMPTS,
     max_tokens: int = 64,
+    text: str | None = None,
+    text_tokens: int | None = None,
 ) -> Comparison:
     """Compares engine directories (or bundles) of one checkpoint with its eager model.
 
-    checkpoint: None for the one named in the first engine's manifest.
+    checkpoint: None for the one named in the first engine's manifest. text: for perplexities, its
+    first `text_tokens` tokens (None: all).
     Raises InputError if that is gone, or an engine is of another model.
     """
     llms = [LLM(resolve_engine(engine)) for engine in engines]
@@ -118,6 +137,8 @@ def compare(
     full = [prompt + more for prompt, more in zip(ids, texts["float32"], strict=True)]
     reference = [_eager_logits(judge, tokens) for tokens in full]
     largest = max(float(logits.abs().max()) for logits in reference)
+    cut = _text_windows(tokenizer, text, text_tokens, llms, eos) if text is not None else []
+    judged, count = perplexity(partial(_eager_logits, judge), cut) if cut else (None, 0)
     results, eager = [], {}
     for dtype in dict.fromkeys(llm.manifest.dtype for llm in llms):
         if dtype != "float32":
@@ -125,25 +146,37 @@ def compare(
             texts[dtype] = greedy(model, ids)
             logits = [_eager_logits(model, tokens) for tokens in full]
             eager[dtype] = _result("eager", dtype, reference, logits, 1.0, float("inf"))
+            if cut:
+                found, _ = perplexity(partial(_eager_logits, model), cut)
+                eager[dtype] = dataclasses.replace(eager[dtype], perplexity=found)
             judge = load_eager(source, torch.float32)
     del judge
     gc.collect()
     for llm, path in zip(llms, engines, strict=True):
         dtype = llm.manifest.dtype
         outputs = llm.generate(ids, SamplingParams(max_tokens=max_tokens))
-        found = [list(output.choices[0].token_ids) for output in outputs]
+        tokens = [list(output.choices[0].token_ids) for output in outputs]
         logits = [llm.score(tokens) for tokens in full]
         limit = (
             FP32_LIMIT * max(1.0, largest / 32)
             if dtype == "float32"
             else DTYPE_FACTOR * eager[dtype].mean_error
         )
-        share = _equal_share(texts[dtype], found)
+        share = _equal_share(texts[dtype], tokens)
         name = f"{path.name.lstrip('.').split('.')[0]}" if path.name else llm.manifest.backend
-        results.append(_result(name, dtype, reference, logits, share, limit))
-    return Comparison(
-        tuple(results), tuple(eager.values()), len(ids), sum(len(tokens) for tokens in full)
-    )
+        result = _result(name, dtype, reference, logits, share, limit)
+        if cut:
+            result = dataclasses.replace(result, perplexity=perplexity(llm.score, cut)[0])
+        results.append(result)
+    positions = sum(len(tokens) for tokens in full)
+    return Comparison(tuple(results), tuple(eager.values()), len(ids), positions, judged, count)
+
+
+def _text_windows(
+    tokenizer: Any, text: str, limit: int | None, llms: Sequence[LLM], eos: list[int]
+) -> list[list[int]]:
+    stream = perplexity_tokens(tokenizer, text, eos[0] if eos else None)
+    return list(windows(stream, min(WINDOW, *(llm.max_len for llm in llms)), limit))
 
 
 def _fit(ids: list[int], llms: Sequence[LLM], max_tokens: int) -> list[int]:
@@ -210,16 +243,23 @@ def _equal_share(expected: list[list[int]], found: list[list[int]]) -> float:
 def format_table(comparison: Comparison) -> str:
     """The comparison as text, one line for each engine and for eager in a lower dtype."""
     head = f"{'':<16}{'dtype':<10}{'max err':>10}{'mean err':>10}{'KL':>10}"
-    head += f"{'top-1':>8}{'tokens':>8}  verdict"
+    head += f"{'top-1':>8}{'tokens':>8}{'perplexity':>12}  verdict"
     lines = [
         f"{comparison.num_prompts} prompts, {comparison.num_positions} positions, against "
         "transformers eager in float32",
         head,
     ]
+    if comparison.perplexity is not None:
+        lines.insert(
+            1, f"perplexity of float32 eager {comparison.perplexity:.4f} "
+            f"({comparison.text_tokens:,} tokens predicted)",
+        )  # fmt: skip
     for row in (*comparison.eager, *comparison.engines):
-        verdict = "" if row.name == "eager" else ("pass" if row.passed else "FAIL")
+        passed = row.passed and comparison.perplexity_passed(row)
+        verdict = "" if row.name == "eager" else ("pass" if passed else "FAIL")
+        ppl = "" if row.perplexity is None else f"{row.perplexity:.4f}"
         lines.append(
             f"{row.name:<16}{row.dtype:<10}{row.max_error:>10.2e}{row.mean_error:>10.2e}"
-            f"{row.kl:>10.2e}{row.top1:>8.1%}{row.tokens:>8.1%}  {verdict}"
+            f"{row.kl:>10.2e}{row.top1:>8.1%}{row.tokens:>8.1%}{ppl:>12}  {verdict}"
         )
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
+from seekforge.compile.weights import read_pieces
 from seekforge.passes.program import Program
 
 
@@ -20,17 +21,15 @@ def materialise(
     """The graph with real weights, as a copy that later passes don't change.
 
     read: checkpoint tensor by name. A weight made of several is concatenated along dimension 0 and
-    cast to the dtype the graph expects; equal weights of the checkpoint are not shared.
+    viewed and cast as the graph expects; equal weights of the checkpoint are not shared.
     """
     weights: dict[str, Tensor] = {}
-    for name, weight in program.weights.items():
-        parts = (
-            [read(source) for source in weight.sources] if weight.value is None else [weight.value]
-        )
-        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+    for name in program.weights:
+        pieces = [piece[name] for piece in read_pieces(program, [name], read)]
+        whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         meta = program.tensor(name)
-        assert whole.shape == meta.shape, f"{name}: {tuple(whole.shape)}, not {tuple(meta.shape)}"
-        weights[name] = whole.to(device=device, dtype=meta.dtype)
+        assert whole.numel() == meta.numel(), f"{name}: {tuple(whole.shape)}, {tuple(meta.shape)}"
+        weights[name] = whole.reshape(meta.shape).to(device)
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
     return fx.GraphModule(weights, graph)

@@ -6,11 +6,13 @@ size of 1 would be baked into the graph) and the result is checked for it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, fx, nn
 
 from seekforge.kernels.errors import BuildError
-from seekforge.models.checkpoint import Checkpoint, tensor_for_parameter
+from seekforge.models.checkpoint import Checkpoint, tensors_for_parameter
 from seekforge.models.exportable import make_exportable
 from seekforge.models.module import build_module
 from seekforge.passes.program import Program, Weight
@@ -22,18 +24,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def export_checkpoint(checkpoint: Checkpoint, dtype: str, max_len: int) -> Program:
     """`export_module` of an opened checkpoint in `dtype`; no weights are read."""
     module = build_module(checkpoint.config, DTYPES[dtype])
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    sources = {name: tensor_for_parameter(checkpoint, name) for name in names}
+    sources = {name: tensors_for_parameter(checkpoint, name) for name in module.state_dict()}
     return export_module(module, sources, max_len)
 
 
-def export_module(module: nn.Module, sources: dict[str, str], max_len: int) -> Program:
+def export_module(
+    module: nn.Module, sources: Mapping[str, tuple[str, ...]], max_len: int
+) -> Program:
     """Exports a causal language model of transformers.
 
-    module: on the meta device, but for non-persistent buffers with real values. sources: parameter
-    name to checkpoint tensor name. Returns a program with inputs input_ids, position_ids [batch,
-    seq] int64 and output logits [batch, seq, vocab]. Raises BuildError if export fails or a dynamic
-    dimension became a constant.
+    module: on the meta device, but for non-persistent buffers with real values. sources: for each
+    parameter and stored buffer the checkpoint tensors it is made of. Returns a program with inputs
+    input_ids, position_ids [batch, seq] int64 and output logits [batch, seq, vocab]. Raises
+    BuildError if export fails or a dynamic dimension became a constant.
     """
     constants: dict[str, Tensor] = {
         name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta
@@ -65,7 +68,7 @@ def export_module(module: nn.Module, sources: dict[str, str], max_len: int) -> P
         if name in constants:
             weights[name] = Weight(value=constants[name])
         elif name in sources:
-            weights[name] = Weight((sources[name],))
+            weights[name] = Weight(sources[name])
         else:
             raise BuildError(
                 f"the exported graph reads {name}, which no checkpoint tensor provides"

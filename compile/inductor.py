@@ -25,7 +25,10 @@ from torch import fx, nn
 from seekforge.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from seekforge.kernels.errors import BuildError
 from seekforge.kernels.gemv import gemv
+from seekforge.kernels.moe_experts import moe_experts, one_token_experts
+from seekforge.kernels.moe_route import moe_route, moe_route_reference
 from seekforge.kernels.paged_attention import one_token_attention, paged_attention
+from seekforge.kernels.paged_mla_attention import one_token_mla_attention, paged_mla_attention
 from seekforge.kernels.rms_norm import rms_norm, rms_norm_reference
 from seekforge.kernels.rope import rope, rope_reference
 from seekforge.kernels.swiglu import swiglu, swiglu_reference
@@ -40,6 +43,12 @@ INLINED: dict[Any, Callable[..., Any]] = {
     add_rms_norm: add_rms_norm_reference,
     rope: rope_reference,
     swiglu: swiglu_reference,
+}
+ONE_TOKEN_INLINED: dict[Any, Callable[..., Any]] = {
+    paged_attention: one_token_attention,
+    paged_mla_attention: one_token_mla_attention,
+    moe_route: moe_route_reference,
+    moe_experts: one_token_experts,
 }
 ONE_TOKEN = {"tokens": 1, "sequences": 1, "sequences_plus_1": 2, "rows": 1}
 CONFIG = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
@@ -126,7 +135,7 @@ def _set_buffer(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
 def compile_package(job: Job) -> None:
     """Exports the job's graph with the operators inlined and writes its package."""
     one_token = job.fixed.get("tokens") == 1
-    inlined = INLINED | ({paged_attention: one_token_attention} if one_token else {})
+    inlined = INLINED | (ONE_TOKEN_INLINED if one_token else {})
     for node in list(job.module.graph.nodes):
         if node.target in inlined:
             node.target = inlined[node.target]

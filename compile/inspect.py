@@ -1,15 +1,20 @@
-"""What an engine, a bundle or a checkpoint is, as data and as text. Reads manifests and headers,
-runs nothing."""
+"""What an engine, a bundle, a checkpoint or a configuration is, as data and as text. Reads
+manifests and headers, runs nothing; the graph of a model is exported from metadata alone."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from seekforge.compile.account import account, format_account
 from seekforge.kernels.errors import EngineError, InputError
 from seekforge.models.checkpoint import open_checkpoint
+from seekforge.models.config import parse_config
 from seekforge.models.families import expected_fusions
+from seekforge.models.shards import has_weights
+from seekforge.models.spec import ModelSpec
 from seekforge.runtime.manifest import (
     BACKENDS,
     MANIFEST_NAME,
@@ -19,28 +24,43 @@ from seekforge.runtime.manifest import (
 )
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """{"checkpoint": …} or {"engines": {name: …}}. Raises InputError where `path` is neither."""
+def describe(path: Path, graph: bool = False) -> dict[str, Any]:
+    """{"checkpoint": …}, {"config": …} or {"engines": {name: …}}.
+
+    graph: account for the graph after all passes too, which takes up to a minute; always done for a
+    configuration without weights. Raises InputError where `path` is nothing of the kind.
+    """
     if (path / MANIFEST_NAME).is_file():
         return {"engines": {path.name: _engine(read_manifest(path), path)}}
     engines = [path / name for name in BACKENDS if (path / name / MANIFEST_NAME).is_file()]
     if engines:
         return {"engines": {e.name: _engine(read_manifest(e), e) for e in engines}}
-    if (path / "config.json").is_file():
+    file = path if path.suffix == ".json" else path / "config.json"
+    if file.is_file() and (file == path or not has_weights(path)):
+        config = parse_config(file)
+        spec = ModelSpec.from_config(config).to_dict()
+        return {"config": {"path": str(path), **spec, "graph": account(config)}}
+    if file.is_file():
         checkpoint = open_checkpoint(path)
-        return {
-            "checkpoint": {
-                "path": str(path),
-                **checkpoint.spec.to_dict(),
-                "weight_bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
-                "expected_fusions": expected_fusions(checkpoint.spec),
-                "eos_token_ids": list(checkpoint.eos_token_ids),
-                "warnings": list(checkpoint.warnings),
-                "notes": list(checkpoint.notes),
-            }
+        stored: Counter[str] = Counter()
+        for tensor in checkpoint.tensors.values():
+            stored[tensor.dtype] += tensor.nbytes
+        data = {
+            "path": str(path),
+            **checkpoint.spec.to_dict(),
+            "weight_bytes": stored.total(),
+            "weight_bytes_by_dtype": dict(stored.most_common()),
+            "expected_fusions": expected_fusions(checkpoint.spec),
+            "eos_token_ids": list(checkpoint.eos_token_ids),
+            "warnings": list(checkpoint.warnings),
+            "notes": list(checkpoint.notes),
         }
+        if graph:
+            data["graph"] = account(checkpoint.config)
+        return {"checkpoint": data}
     raise InputError(
-        f"{path} is neither an engine directory, nor a bundle of them, nor a checkpoint directory"
+        f"{path} is neither an engine directory, nor a bundle of them, nor a checkpoint directory, "
+        "nor a config.json"
     )
 
 
@@ -58,8 +78,10 @@ def _engine(manifest: Manifest, path: Path) -> dict[str, Any]:
 
 
 def format_description(described: dict[str, Any]) -> str:
-    if "checkpoint" in described:
-        return "\n".join(f"{key:<24}{value}" for key, value in described["checkpoint"].items())
+    if "engines" not in described:
+        (data,) = described.values()
+        lines = [f"{key:<24}{value}" for key, value in data.items() if key != "graph"]
+        return "\n".join(lines + (format_account(data["graph"]) if "graph" in data else []))
     return "\n\n".join(_format_engine(name, e) for name, e in described["engines"].items())
 
 

@@ -6,7 +6,7 @@ Used to word a backend's refusal in the user's terms. Reads the graph only, neve
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,8 +39,13 @@ class OnnxNodes:
             ) from None
 
     @cached_property
+    def nodes(self) -> list[onnx.NodeProto]:
+        """All nodes in order; those of a branch or a loop's body before the node that has it."""
+        return list(_flattened(self.model.graph))
+
+    @cached_property
     def by_name(self) -> dict[str, onnx.NodeProto]:
-        return {node.name: node for node in self.model.graph.node if node.name}
+        return {node.name: node for node in self.nodes if node.name}
 
     def find(self, name: str, index: int = -1) -> onnx.NodeProto | None:
         """By name, else by position in the graph, else None."""
@@ -71,22 +76,22 @@ class OnnxNodes:
         graph = self.model.graph
         tensors = {value.name for value in graph.input} - {t.name for t in graph.initializer}
         data: set[int] = set()
-        for index, node in enumerate(graph.node):  # ONNX graphs are topologically sorted
-            if node.op_type not in _SHAPE_OPS and tensors.intersection(node.input):
+        for index, node in enumerate(self.nodes):  # ONNX graphs are topologically sorted
+            if node.op_type not in _SHAPE_OPS and tensors.intersection(_reads(node)):
                 tensors.update(node.output)
                 data.add(index)
         wanted, live = {value.name for value in graph.output}, set[str]()
-        for index in reversed(range(len(graph.node))):
-            node = graph.node[index]
+        for index in reversed(range(len(self.nodes))):
+            node = self.nodes[index]
             if wanted.intersection(node.output):
-                wanted.update(node.input)
+                wanted.update(_reads(node))
                 if index in data:
                     live.add(node.name)
         return live
 
     def readers(self, *tensors: str) -> list[str]:
         """Names of the nodes that read one of the tensors."""
-        return [n.name for n in self.model.graph.node if set(tensors).intersection(n.input)]
+        return [n.name for n in self.nodes if set(tensors).intersection(n.input)]
 
     def dim_names(self, tensor: str) -> list[str]:
         """Names of the dimensions of an input or output; `dim_0` … where ONNX has none."""
@@ -102,7 +107,7 @@ class OnnxNodes:
         silently become ONNX's.
         """
         functions = {(function.domain, function.name) for function in self.model.functions}
-        for node in self.model.graph.node:
+        for node in self.nodes:
             if node.domain in ("", "ai.onnx") or (node.domain, node.op_type) in functions:
                 continue
             raise BuildError(
@@ -129,6 +134,22 @@ class OnnxNodes:
                     f"{where} up to byte {end}, but the file has {file.stat().st_size}; "
                     "it was cut or belongs to another model: export it again"
                 )
+
+
+def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    return [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+
+
+def _flattened(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        for inner in _subgraphs(node):
+            yield from _flattened(inner)
+        yield node
+
+
+def _reads(node: onnx.NodeProto) -> set[str]:
+    """What a node reads: its inputs, and the results of its branches."""
+    return {*node.input, *(v.name for inner in _subgraphs(node) for v in inner.output)}
 
 
 def source_line(node: onnx.NodeProto) -> str | None:

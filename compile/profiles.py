@@ -5,6 +5,8 @@ In: the engine's limits and the KV layout. Out: input name -> shape range, in th
 
 from __future__ import annotations
 
+import math
+
 from seekforge.kernels.errors import BuildError
 from seekforge.runtime.manifest import KVLayout, Limits
 from seekforge.runtime.profiles import Profile, ShapeRange
@@ -20,7 +22,8 @@ def make_profiles(limits: Limits, kv: KVLayout) -> list[Profile]:
     1..max_batch sequences. Both: 1..ceil(max_len / block_size) blocks a row, and as many blocks in
     the pools as a 32-bit index reaches. A limit of 1 gives a static dimension.
     """
-    tokens = kv.block_size * kv.num_kv_heads * kv.head_dim  # elements of a block
+    widest = max(math.prod(shape) for shape in kv.pools.values())
+    tokens = kv.block_size * widest  # elements of a block
     chunk = min(limits.max_chunk, limits.max_len)
     row = -(-limits.max_len // kv.block_size)
     typical, reachable = limits.max_batch * row, INDEX_MAX // tokens
@@ -44,7 +47,6 @@ def _up_to(largest: int, opt: int | None = None) -> Sizes:
 def _profile(
     kv: KVLayout, batch: Sizes, seq: Sizes, row_blocks: Sizes, rows: Sizes, blocks: Sizes
 ) -> Profile:
-    pool = (blocks, *((size,) * 3 for size in (kv.block_size, kv.num_kv_heads, kv.head_dim)))
     inputs: dict[str, tuple[Sizes, ...]] = {
         "token_ids": (batch, seq),
         "positions": (batch, seq),
@@ -52,6 +54,6 @@ def _profile(
         "past_lens": (batch,),
         "logits_rows": (rows,),
     }
-    for layer in range(kv.num_layers):
-        inputs |= {f"k_pool_{layer}": pool, f"v_pool_{layer}": pool}
+    for name in kv.names:
+        inputs[name] = (blocks, *((size,) * 3 for size in (kv.block_size, *kv.shape(name))))
     return {name: ShapeRange(*zip(*dims, strict=True)) for name, dims in inputs.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from seekforge.models.checkpoint import Checkpoint
-from seekforge.passes.program import Program, Weight
+from seekforge.passes.program import Program
 
 WEIGHTS_NAME = "weights.safetensors"
 DTYPE_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.uint8: "U8",
 }  # fmt: skip
 ALIGNMENT = 64
 
@@ -36,7 +37,7 @@ def write_weights(
     bytes."""
     # Larger dtypes first: every tensor then starts aligned to its own element.
     names = sorted(program.weights, key=lambda name: (-program.tensor(name).element_size(), name))
-    header: dict[str, object] = {"__metadata__": {"recipe": recipe(program, checkpoint)}}
+    header: dict[str, Any] = {"__metadata__": {"recipe": recipe(program, checkpoint)}}
     offset = 0
     for name in names:
         meta = program.tensor(name)
@@ -51,14 +52,43 @@ def write_weights(
     done = 0
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            for part in parts(program.weights[name], checkpoint):
-                part = part.to(program.tensor(name).dtype).contiguous()
-                file.write(part.flatten().view(torch.uint8).numpy().data)
-                done += part.nbytes
+        start = file.tell()
+        for group in _by_sources(program, names):
+            at = {name: start + header[name]["data_offsets"][0] for name in group}
+            for pieces in read_pieces(program, group, checkpoint.read):
+                for name, piece in pieces.items():
+                    file.seek(at[name])
+                    file.write(piece.contiguous().flatten().view(torch.uint8).numpy().data)
+                    at[name] += piece.nbytes
+                    done += piece.nbytes
             progress(done, offset)
     assert done == offset, f"{path}: wrote {done} bytes of {offset}"
     return offset
+
+
+def _by_sources(program: Program, names: Sequence[str]) -> list[list[str]]:
+    """Names that are made from the same checkpoint tensors together, so that each is read once."""
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        groups.setdefault(program.weights[name].sources or name, []).append(name)
+    return list(groups.values())
+
+
+def read_pieces(
+    program: Program, names: Sequence[str], read: Callable[[str], Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """The weights `names`, which have the same sources, piece by piece along dimension 0.
+
+    read: checkpoint tensor by name. Only one checkpoint tensor is in memory at a time.
+    """
+    weights = {name: program.weights[name] for name in names}
+    dtypes = {name: program.tensor(name).dtype for name in names}
+    first = weights[names[0]]
+    if first.value is not None:
+        yield {name: weight.value.to(dtypes[name]) for name, weight in weights.items()}  # type: ignore[union-attr]
+    for source in first.sources:
+        tensor = read(source)
+        yield {name: tensor.to(dtypes[name]) for name in names}
 
 
 def recipe(program: Program, checkpoint: Checkpoint) -> str:
@@ -78,14 +108,6 @@ def stored_recipe(path: Path) -> str | None:
         return str(_read_header(path)[1]["__metadata__"]["recipe"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def parts(weight: Weight, checkpoint: Checkpoint) -> Iterator[Tensor]:
-    """The tensors that a weight is the concatenation of, one at a time."""
-    if weight.value is not None:
-        yield weight.value
-    for source in weight.sources:
-        yield checkpoint.read(source)
 
 
 def data_offsets(path: Path) -> dict[str, tuple[int, int]]:

@@ -25,13 +25,13 @@ def gathered_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, block_tables: Tensor,
     past_lens: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    keys = torch.cat((k_pool[block_tables].flatten(1, 2), k), 1)
-    values = torch.cat((v_pool[block_tables].flatten(1, 2), v), 1)
-    seq = q.shape[1]
-    past = keys.shape[1] - seq
-    cached = torch.arange(past, device=q.device) < past_lens[:, None, None, None]
+    seq, past = q.shape[1], block_tables.shape[1] * k_pool.shape[1]
+    cached = torch.arange(past, device=q.device) < past_lens[:, None]
+    stale = ~cached[..., None, None]  # 0 * NaN of an earlier sequence would be NaN
+    keys = torch.cat((k_pool[block_tables].flatten(1, 2).masked_fill(stale, 0), k), 1)
+    values = torch.cat((v_pool[block_tables].flatten(1, 2).masked_fill(stale, 0), v), 1)
     causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
-    mask = torch.cat((cached.expand(-1, 1, seq, -1), causal.expand(q.shape[0], 1, -1, -1)), -1)
+    mask = torch.cat((cached[:, None, None].expand(-1, 1, seq, -1), causal.expand(q.shape[0], 1, -1, -1)), -1)
     y = scaled_dot_product_attention(
         q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
         attn_mask=mask, scale=scale, enable_gqa=True,

@@ -11,7 +11,8 @@
     y             [tokens, heads, v_dim]
 
 Causal and bottom-right aligned: the last query of a sequence sees its whole context. All index
-tensors int64. Source of the layout: Kwon et al., "Efficient Memory Management for LLM Serving with
+tensors int64. Slots behind a sequence's context may hold anything, NaN too.
+Source of the layout: Kwon et al., "Efficient Memory Management for LLM Serving with
 PagedAttention", 2023.
 """
 
@@ -23,7 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from seekforge.kernels.kv_write import kv_write_triton
 from seekforge.kernels.ops import register
+from seekforge.kernels.paged_decode import paged_decode_triton
+from seekforge.kernels.paged_prefill import paged_prefill_triton
 
 
 def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:
@@ -77,6 +81,9 @@ def paged_attention_reference(
         if any(contexts[i] != longest for i in decodes):
             lens = context_lens if everything else context_lens[decodes]
             mask = (torch.arange(longest, device=q.device) < lens[:, None])[:, None]
+            # A weight of 0 does not silence a NaN that an earlier sequence left there.
+            stale = ~mask[:, 0, :, None, None]
+            keys, values = keys.masked_fill(stale, 0), values.masked_fill(stale, 0)
         rows = slice(None) if everything else [starts[i] for i in decodes]
         y[rows] = _attend(q[rows].unsqueeze(1), keys, values, mask, scale).squeeze(1)
 
@@ -94,6 +101,33 @@ def paged_attention_reference(
     return y
 
 
+def paged_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor,
+    block_tables: Tensor, context_lens: Tensor, query_start: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """A launch that writes, one for the sequences with one new token, one for the others.
+
+    The host does not know the lengths. With no more tokens than sequences (a step of decodes) the
+    decode kernel takes every row by itself, whatever sequence it is of; else it takes the sequences
+    with one token, and the prefill kernel the others.
+    """
+    q, block_tables = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, block_tables))
+    tokens, sequences, kv_heads = q.shape[0], block_tables.shape[0], k.shape[1]
+    y = q.new_empty(*q.shape[:-1], v.shape[-1])
+    if tokens == 0:
+        return y
+    by_row = tokens <= sequences
+    counters = q.new_empty(kv_heads * (tokens if by_row else sequences), dtype=torch.int32)
+    kv_write_triton(k, v, k_pool, v_pool, slot_mapping, counters)
+    index = (block_tables, context_lens.contiguous(), query_start.contiguous())
+    if by_row or sequences > 1:
+        paged_decode_triton(q, k_pool, v_pool, *index, scale, y, counters, by_row)
+    if not by_row:
+        least = 2 if sequences > 1 else 1
+        paged_prefill_triton(q, k_pool, v_pool, *index, scale, y, least)
+    return y
+
+
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor,
     block_tables: Tensor, context_lens: Tensor, query_start: Tensor, scale: float,
@@ -107,6 +141,7 @@ paged_attention = register(
     "float scale) -> Tensor",
     reference=paged_attention_reference,
     fake=_fake,
+    cuda=paged_attention_triton,
 )
 
 
@@ -130,8 +165,10 @@ def one_token_attention(
     scores = (query.float() * keys.float()).sum(-1) * scale
     positions = torch.arange(table.shape[0], device=q.device)[:, None] * block_size
     positions = positions + torch.arange(block_size, device=q.device)
-    scores = torch.where(positions < context_lens[0], scores, float("-inf"))
+    seen = positions < context_lens[0]
+    scores = torch.where(seen, scores, float("-inf"))
     weights = (scores - scores.amax((-2, -1), keepdim=True)).exp()
     weights = weights / weights.sum((-2, -1), keepdim=True)
-    y = (weights[..., None] * values.float()).sum((2, 3))
+    values = torch.where(seen[..., None], values.float(), 0.0)  # 0 * NaN would be NaN
+    y = (weights[..., None] * values).sum((2, 3))
     return y.view(1, q.shape[1], v.shape[-1]).to(q.dtype)

@@ -9,6 +9,7 @@ of its module must come from the files or be tied by the configuration.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from safetensors import safe_open
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from seekforge.kernels.errors import CheckpointError
-from seekforge.models.config import read_config, read_json
+from seekforge.models.config import read_config, read_json, read_weight_block
+from seekforge.models.fp8 import FP8, SCALE_SUFFIX, Block, check_scale, dequantise
 from seekforge.models.module import build_module
 from seekforge.models.shards import Shard, TensorInfo, read_shards, unindexed_files
 from seekforge.models.spec import ModelSpec
@@ -32,6 +34,11 @@ TIED = {
     "lm_head.weight": "model.embed_tokens.weight",
     "model.embed_tokens.weight": "lm_head.weight",
 }
+# transformers stacks the experts of a layer; published checkpoints hold them one by one.
+EXPERTS = {
+    "gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
+    "down_proj": ("down_proj.weight",),
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 SHOWN = 8  # names listed in one message
 
@@ -40,7 +47,8 @@ SHOWN = 8  # names listed in one message
 class Checkpoint:
     """An opened checkpoint. `config` holds what is true of the files: a tied configuration whose
     stored lm_head differs from the embedding is untied here. `warnings` are for the user's eyes:
-    tensors nobody asked for, a contradiction in the configuration. `notes` are harmless."""
+    tensors nobody asked for, a contradiction in the configuration. `notes` are harmless.
+    `weight_block` is the size of a block of FP8 weights, None where no weight is FP8."""
 
     path: Path
     config: PreTrainedConfig
@@ -48,12 +56,18 @@ class Checkpoint:
     spec: ModelSpec
     shards: tuple[Shard, ...]
     tensors: Mapping[str, TensorInfo]
+    weight_block: Block | None
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in its stored dtype, memory-mapped: pages are read when touched."""
-        return _read(self.tensors[name].file, name)
+        """The tensor in its stored dtype, memory-mapped: pages are read when touched. FP8 weights
+        are read, multiplied with their scales and returned as float32."""
+        tensor = _read(self.tensors[name].file, name)
+        if self.tensors[name].dtype != FP8:
+            return tensor
+        assert self.weight_block is not None
+        return dequantise(tensor, self.read(name + SCALE_SUFFIX), self.weight_block)
 
     def digest(self) -> str:
         """sha256 over config.json and every shard's name, header, size and modification time.
@@ -101,7 +115,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     contradictions = _untie(config, tensors)
     if contradictions:
         spec = ModelSpec.from_config(config)
-    checkpoint = Checkpoint(path, config, generation_config, spec, shards, tensors, (), ())
+    block = read_weight_block(path / "config.json")
+    checkpoint = Checkpoint(path, config, generation_config, spec, shards, tensors, block, (), ())
     notes, warnings = check_complete(checkpoint)
     notes += check_vocabulary(path, spec.vocab_size)
     return replace(checkpoint, notes=(*notes,), warnings=(*contradictions, *warnings))
@@ -117,22 +132,17 @@ def check_complete(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     used: set[str] = set()
     missing: list[str] = []
     for fqn, parameter in module.state_dict().items():
-        name = _stored_name(checkpoint, fqn)
-        if name is None:
-            missing.append(fqn)
-            continue
-        used.add(name)
-        info = checkpoint.tensors[name]
-        if info.shape != tuple(parameter.shape):
-            raise CheckpointError(
-                f"{info.file}: {name} has shape {list(info.shape)}, the configuration asks for "
-                f"{list(parameter.shape)}. config.json and weights belong to different models."
-            )
-        if info.dtype not in FLOATS:
-            raise CheckpointError(
-                f"{info.file}: {name} is stored as {info.dtype}; supported are "
-                f"{', '.join(FLOATS)}. Use the unquantised checkpoint."
-            )
+        names = _stored_names(checkpoint, fqn)
+        used.update(names)
+        for name in names:
+            if name not in checkpoint.tensors:
+                missing.append(name)
+                continue
+            # A stacked parameter [experts, parts * rows, columns] of tensors [rows, columns].
+            shape = tuple(parameter.shape)
+            if len(shape) == 3 and name != fqn:
+                shape = (shape[0] * shape[1] // len(names), shape[2])
+            used.update(_check_tensor(checkpoint, name, shape))
     stray = [file.name for file in unindexed_files(checkpoint.path, checkpoint.shards)]
     if missing:
         hint = f" Files the index does not name were not read: {_some(stray)}." if stray else ""
@@ -143,10 +153,16 @@ def check_complete(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
         )
     unused = sorted(checkpoint.tensors.keys() - used)
     computed = [name for name in unused if name.endswith(COMPUTED_SUFFIXES)]
-    unknown = [name for name in unused if not name.endswith(COMPUTED_SUFFIXES)]
+    predicting = [name for name in unused if _is_prediction(checkpoint.config, name)]
+    unknown = sorted(set(unused) - {*computed, *predicting})
     notes, warnings = [], []
     if computed:
         notes.append(f"{len(computed)} stored tensors are computed instead: {_some(computed)}")
+    if predicting:
+        notes.append(
+            f"{len(predicting)} stored tensors of layers that predict further tokens (MTP) are "
+            f"skipped: {_some(predicting)}"
+        )
     if stray:
         notes.append(f"files the index does not name are ignored: {_some(stray)}")
     if unknown:
@@ -154,11 +170,32 @@ def check_complete(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     return notes, warnings
 
 
-def tensor_for_parameter(checkpoint: Checkpoint, fqn: str) -> str:
-    """The stored tensor that a parameter or buffer of the exported module is read from."""
-    name = _stored_name(checkpoint, fqn)
-    assert name is not None, f"{fqn} is in no file; open_checkpoint should have refused"
-    return name
+def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> list[str]:
+    """Shape and dtype of a stored tensor; returns the names of the other tensors it needs."""
+    info = checkpoint.tensors[name]
+    if info.shape != shape:
+        raise CheckpointError(
+            f"{info.file}: {name} has shape {list(info.shape)}, the configuration asks for "
+            f"{list(shape)}. config.json and weights belong to different models."
+        )
+    if info.dtype == FP8 and len(shape) >= 2 and checkpoint.weight_block is not None:
+        return [check_scale(checkpoint.tensors, name, checkpoint.weight_block)]
+    if info.dtype not in FLOATS:
+        raise CheckpointError(
+            f"{info.file}: {name} is stored as {info.dtype}; supported are {', '.join(FLOATS)}, "
+            f"and for matrices {FP8} with a quantization_config in config.json. Use the "
+            "unquantised checkpoint."
+        )
+    return []
+
+
+def tensors_for_parameter(checkpoint: Checkpoint, fqn: str) -> tuple[str, ...]:
+    """The stored tensors that a parameter or buffer of the exported module is made of: concatenated
+    along dim 0 and viewed in its shape they are the parameter."""
+    names = _stored_names(checkpoint, fqn)
+    missing = [name for name in names if name not in checkpoint.tensors]
+    assert not missing, f"{missing} in no file; open_checkpoint should have refused"
+    return names
 
 
 def check_vocabulary(path: Path, vocab_size: int) -> list[str]:
@@ -184,11 +221,26 @@ def check_vocabulary(path: Path, vocab_size: int) -> list[str]:
     return []
 
 
-def _stored_name(checkpoint: Checkpoint, fqn: str) -> str | None:
+def _stored_names(checkpoint: Checkpoint, fqn: str) -> tuple[str, ...]:
+    """Where `fqn` is stored, or would be: plain, under its tied name, or one tensor an expert."""
     if fqn in checkpoint.tensors:
-        return fqn
+        return (fqn,)
     other = TIED.get(fqn) if checkpoint.config.tie_word_embeddings else None
-    return other if other in checkpoint.tensors else None
+    if other is not None and other in checkpoint.tensors:
+        return (other,)
+    module, _, leaf = fqn.rpartition(".experts.")
+    if leaf in EXPERTS:
+        experts = range(checkpoint.spec.num_experts)
+        return tuple(f"{module}.experts.{i}.{part}" for i in experts for part in EXPERTS[leaf])
+    return (fqn,)
+
+
+def _is_prediction(config: PreTrainedConfig, name: str) -> bool:
+    """Whether a tensor is of a multi-token prediction layer, stored behind the model's own layers:
+    `model.layers.61.eh_proj.weight` in a model with 61 layers."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", 0)
+    return match is not None and first <= int(match[1]) < first + count
 
 
 def _read(file: Path, name: str) -> torch.Tensor:

@@ -13,14 +13,11 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from seekforge.kernels.errors import CheckpointError
 from seekforge.models.families import family_of
+from seekforge.models.fp8 import Block, read_block
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """config.json as transformers understands it; the architecture is checked first, by name.
-
-    Raises `CheckpointError` for a folder without a readable one, an unknown architecture, a model
-    without a language-model head, quantised weights, and what transformers itself refuses.
-    """
+    """`parse_config` of the config.json in a folder; raises `CheckpointError` if there is none."""
     file = folder / "config.json"
     if not folder.is_dir():
         raise CheckpointError(
@@ -31,6 +28,17 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointError(
             f"{folder} is no checkpoint: it has no config.json. Give the directory that holds it."
         )
+    return parse_config(file)
+
+
+def parse_config(file: Path) -> PreTrainedConfig:
+    """A config.json as transformers understands it; the architecture is checked first, by name.
+
+    Raises `CheckpointError` for an unreadable file, an unknown architecture, a model without a
+    language-model head, weights quantised in a way that is not read, and what transformers itself
+    refuses. What the file says about quantised weights is left out: it is true of the stored
+    tensors (`read_weight_block`), not of the module that is built from the configuration.
+    """
     raw = read_json(file)
     family_of(raw.get("model_type"))
     architectures = raw.get("architectures") or []
@@ -39,18 +47,34 @@ def read_config(folder: Path) -> PreTrainedConfig:
             f"{file}: architectures {architectures} is no language model with a head; expected a "
             "name that ends in ForCausalLM. Use the checkpoint of the causal language model."
         )
-    if quantization := raw.get("quantization_config"):
-        raise CheckpointError(
-            f"{file}: weights quantised with {quantization.get('quant_method')!r} cannot be "
-            "read yet. Use the unquantised checkpoint."
-        )
+    read_weight_block(file)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            file, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises many kinds, its strict validation others
         raise CheckpointError(f"{file}: transformers refuses it: {error}") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     return config
+
+
+def read_weight_block(file: Path) -> Block | None:
+    """Rows and columns of the blocks of FP8 weights, from a config.json; None for weights that are
+    not quantised.
+
+    Raises `CheckpointError` for every other method of quantisation.
+    """
+    quantization = read_json(file).get("quantization_config")
+    if not quantization:
+        return None
+    method = quantization.get("quant_method")
+    if method != "fp8":
+        raise CheckpointError(
+            f"{file}: weights quantised with {method!r} cannot be read yet; only 'fp8' with a "
+            "weight_block_size can. Use the unquantised checkpoint."
+        )
+    return read_block(quantization, file)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -88,6 +88,12 @@ def indexed_files(folder: Path) -> list[Path]:
     return files
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether the folder holds, or by its index should hold, weights of any format."""
+    patterns = (INDEX_FILE, "*.safetensors", "*.bin")
+    return any(True for pattern in patterns for _ in folder.glob(pattern))
+
+
 def unindexed_files(folder: Path, shards: Sequence[Shard]) -> list[Path]:
     """safetensors files in the folder that are not part of the checkpoint."""
     return sorted(set(folder.glob("*.safetensors")) - {shard.file for shard in shards})

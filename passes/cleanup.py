@@ -128,6 +128,7 @@ SIMPLIFY: dict[Any, Callable[[fx.Node], Any]] = {
     aten.to.device: _cast,
     aten.to.dtype_layout: _cast,
     aten._to_copy.default: _cast,
+    aten.type_as.default: _cast,
     aten.alias.default: _alias,
     aten.detach.default: _alias,
     aten.clone.default: _contiguous,

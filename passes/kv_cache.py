@@ -6,8 +6,10 @@ Ragged form (AOTInductor), one row of tokens, all sequences behind one another:
 Padded form (ONNX Runtime, TensorRT), pure:
     token_ids [B, S], positions [B, S], block_tables [B, M], past_lens [B], logits_rows [N],
     k_pool_i, v_pool_i  ->  logits [N, V], new_k_i, new_v_i [B, S, kv_heads, head_dim]
-Pools are [blocks, block_size, kv_heads, head_dim]; all index tensors are int64. After this
-pass the values in the graph's metadata are those of the new inputs.
+Pools are [blocks, block_size, kv_heads, head_dim]; all index tensors are int64. Layers with
+latent attention have one pool, latent_pool_i [blocks, block_size, kv_lora_rank + qk_rope_head_dim],
+and one new_latent_i. After this pass the values in the graph's metadata are those of the new
+inputs.
 
 The residual stream becomes [tokens, hidden] in both forms; only the attention sees batch and seq.
 With linear layers on [batch, seq, hidden] TensorRT keeps a second copy of most weights, one for
@@ -17,6 +19,7 @@ each profile (433 MB instead of 294 MB for 269 MB of weights).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +36,17 @@ from torch.fx.experimental.symbolic_shapes import (
 from seekforge.kernels.attention import attention
 from seekforge.kernels.errors import BuildError
 from seekforge.kernels.gathered_attention import gathered_attention
+from seekforge.kernels.gathered_mla_attention import gathered_mla_attention
+from seekforge.kernels.mla_attention import mla_attention
 from seekforge.kernels.paged_attention import paged_attention
+from seekforge.kernels.paged_mla_attention import paged_mla_attention
 from seekforge.passes.cleanup import VIEWS
 from seekforge.passes.logits_rows import select_rows
 from seekforge.passes.program import Program, source_line
 from seekforge.passes.rule import PassResult
 
 aten = torch.ops.aten
+Inputs = dict[str, fx.Node]
 
 RAGGED = {
     "token_ids": ("tokens",),
@@ -66,7 +73,7 @@ TRACE_SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """One input of the final graph; dims are sizes or the names of dynamic dimensions."""
+    """One input (or output) of the final graph; dims are sizes or names of dynamic dimensions."""
 
     name: str
     dtype: torch.dtype
@@ -82,7 +89,7 @@ def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list
     """
     start, before = time.perf_counter(), len(program.graph.nodes)
     graph = program.graph
-    layers = sorted(program.nodes(attention), key=_layer)
+    layers = sorted((n for op in KINDS for n in program.nodes(op)), key=_layer)
     numbers = [_layer(node) for node in layers]
     if numbers != list(range(len(layers))):
         raise BuildError(f"attention layers are numbered {numbers}, expected 0..{len(layers) - 1}")
@@ -91,11 +98,10 @@ def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list
         for name, dims in (RAGGED if form == "ragged" else PADDED).items()
     ]
     for index, node in enumerate(layers):
-        for kind, source in (("k", node.args[1]), ("v", node.args[2])):
-            value = source.meta["val"]  # type: ignore[union-attr]
-            kv_heads, width = map(int, value.shape[-2:])
-            dims = ("blocks", "block_size", kv_heads, width)
-            inputs.append(GraphInput(f"{kind}_pool_{index}", value.dtype, dims))
+        dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        for kind, shape in KINDS[node.target].pools(node).items():
+            dims = ("blocks", "block_size", *shape)
+            inputs.append(GraphInput(f"{kind}_pool_{index}", dtype, dims))
 
     old = {node.name: node for node in graph.find_nodes(op="placeholder")}
     placeholders: dict[str, fx.Node] = {}
@@ -123,9 +129,10 @@ def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list
 
     outputs: list[fx.Node] = []
     for index, node in enumerate(layers):
-        pools = placeholders[f"k_pool_{index}"], placeholders[f"v_pool_{index}"]
-        insert = _ragged if form == "ragged" else _padded
-        outputs += insert(graph, node, pools, placeholders)
+        kind = KINDS[node.target]
+        names = [f"{name}_pool_{index}" for name in kind.pools(node)]
+        insert = kind.ragged if form == "ragged" else kind.padded
+        outputs += insert(graph, node, [placeholders[name] for name in names], placeholders)
     rows = select_rows(program, placeholders["logits_rows"])
     output = graph.output_node()
     output.args = ((*output.args[0], *outputs),)  # type: ignore[misc]
@@ -133,7 +140,8 @@ def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list
     program.inputs = [entry.name for entry in inputs]
     program.outputs = ["logits"]
     if form == "padded":
-        program.outputs += [f"new_{kind}_{i}" for i in range(len(layers)) for kind in "kv"]
+        pools = [entry.name for entry in inputs if "_pool_" in entry.name]
+        program.outputs += ["new_" + name.replace("pool_", "") for name in pools]
     graph.set_codegen(fx.graph.CodeGen())  # export's codegen expects the old inputs
     program.drop_unused()
     graph.lint()
@@ -145,14 +153,16 @@ def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list
 
 
 def _layer(node: fx.Node) -> int:
-    number = node.args[4]
+    number = node.args[-1]
     assert isinstance(number, int)
     return number
 
 
-def _ragged(
-    graph: fx.Graph, node: fx.Node, pools: tuple[fx.Node, fx.Node], inputs: dict[str, fx.Node]
-) -> list[fx.Node]:
+def _kv_pools(node: fx.Node) -> dict[str, tuple[int, ...]]:
+    return {kind: _shape(x, 2) for kind, x in (("k", node.args[1]), ("v", node.args[2]))}
+
+
+def _kv_ragged(graph: fx.Graph, node: fx.Node, pools: list[fx.Node], inputs: Inputs) -> list[Any]:
     with graph.inserting_before(node):
         qkv = [graph.call_function(aten.squeeze.dim, (x, 0)) for x in node.args[:3]]
         index = [inputs[n] for n in ("slot_mapping", "block_tables", "context_lens", "query_start")]
@@ -162,15 +172,75 @@ def _ragged(
     return []
 
 
-def _padded(
-    graph: fx.Graph, node: fx.Node, pools: tuple[fx.Node, fx.Node], inputs: dict[str, fx.Node]
-) -> list[fx.Node]:
+def _kv_padded(graph: fx.Graph, node: fx.Node, pools: list[fx.Node], inputs: Inputs) -> list[Any]:
     q, k, v, scale, _ = node.args
     with graph.inserting_before(node):
         index = [inputs[name] for name in ("block_tables", "past_lens")]
         gathered = graph.call_function(gathered_attention, (q, k, v, *pools, *index, scale))
     _replace(node, gathered, gathered)
-    return [k, v]  # type: ignore[list-item]
+    return [k, v]
+
+
+def _latent_pools(node: fx.Node) -> dict[str, tuple[int, ...]]:
+    return {"latent": (_shape(node.args[2], 1)[0] + _shape(node.args[3], 1)[0],)}
+
+
+def _latent_ragged(
+    graph: fx.Graph, node: fx.Node, pools: list[fx.Node], inputs: Inputs
+) -> list[Any]:
+    q_nope, q_rope, latent, k_rope, kv_b, scale, _ = node.args
+    with graph.inserting_before(node):
+        q = [graph.call_function(aten.squeeze.dim, (x, 0)) for x in (q_nope, q_rope)]
+        # The latent comes from the residual stream, which is [tokens, hidden] now.
+        kv = [
+            graph.call_function(aten.reshape.default, (x, [-1, *_shape(x, 1)]))
+            for x in (latent, k_rope)
+        ]
+        index = [inputs[n] for n in ("slot_mapping", "block_tables", "context_lens", "query_start")]
+        paged = graph.call_function(paged_mla_attention, (*q, *kv, *pools, *index, kv_b, scale))
+        result = graph.call_function(aten.unsqueeze.default, (paged, 0))
+    _replace(node, paged, result)
+    return []
+
+
+def _latent_padded(
+    graph: fx.Graph, node: fx.Node, pools: list[fx.Node], inputs: Inputs
+) -> list[Any]:
+    q_nope, q_rope, latent, k_rope, kv_b, scale, _ = node.args
+    with graph.inserting_before(node):
+        sizes = [graph.call_function(aten.sym_size.int, (inputs["token_ids"], i)) for i in (0, 1)]
+        kv = [
+            graph.call_function(aten.reshape.default, (x, [*sizes, *_shape(x, 1)]))
+            for x in (latent, k_rope)
+        ]
+        index = [inputs[name] for name in ("block_tables", "past_lens")]
+        args = (q_nope, q_rope, *kv, *pools, *index, kv_b, scale)
+        gathered = graph.call_function(gathered_mla_attention, args)
+        new = graph.call_function(aten.cat.default, (kv, -1))
+    _replace(node, gathered, gathered)
+    return [new]
+
+
+def _shape(node: Any, dims: int) -> tuple[int, ...]:
+    """The last `dims` sizes of a node's value, which are static."""
+    return tuple(map(int, node.meta["val"].shape[-dims:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one kind of attention becomes paged. pools: each pool's shape behind [blocks,
+    block_size]; ragged and padded insert the operator and return the values that leave the
+    graph."""
+
+    pools: Callable[[fx.Node], dict[str, tuple[int, ...]]]
+    ragged: Callable[[fx.Graph, fx.Node, list[fx.Node], Inputs], list[Any]]
+    padded: Callable[[fx.Graph, fx.Node, list[fx.Node], Inputs], list[Any]]
+
+
+KINDS = {
+    attention: Kind(_kv_pools, _kv_ragged, _kv_padded),
+    mla_attention: Kind(_latent_pools, _latent_ragged, _latent_padded),
+}
 
 
 def _replace(node: fx.Node, made: fx.Node, result: fx.Node) -> None:
@@ -188,6 +258,17 @@ def _replace(node: fx.Node, made: fx.Node, result: fx.Node) -> None:
         user.args = (user.args[0], [-1, heads * v_dim])
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
+
+
+def graph_outputs(program: Program) -> list[GraphInput]:
+    """The outputs of a program after this pass, in order, with their dimensions' names."""
+    outputs = []
+    for name, node in zip(program.outputs, program.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+        value = node.meta["val"]
+        lead = ("rows",) if name == "logits" else ("batch", "seq")
+        dims = (*lead, *map(int, value.shape[len(lead) :]))
+        outputs.append(GraphInput(name, value.dtype, dims))
+    return outputs
 
 
 def example_inputs(inputs: list[GraphInput], device: str = "meta") -> list[Tensor]:

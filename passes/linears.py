@@ -22,8 +22,11 @@ def bias_of(linear: fx.Node) -> Any:
     return linear.args[2] if len(linear.args) > 2 else None
 
 
-def cannot_concatenate(program: Program, linears: Sequence[fx.Node]) -> str | None:
-    """The reason why these linear nodes can't become one, or None."""
+def cannot_concatenate(
+    program: Program, linears: Sequence[fx.Node], mixed_bias: bool = False
+) -> str | None:
+    """The reason why these linear nodes can't become one, or None. mixed_bias: a bias on some only
+    is no reason."""
     inputs = {node.args[0] for node in linears}
     if len(inputs) > 1:
         return f"inputs differ: {', '.join(sorted(str(node) for node in inputs))}"
@@ -32,7 +35,7 @@ def cannot_concatenate(program: Program, linears: Sequence[fx.Node]) -> str | No
             if operand is not None and not _from_checkpoint(program, operand):
                 return f"{operand} is not a weight of the checkpoint"
     biased = [bias_of(node) is not None for node in linears]
-    if any(biased) != all(biased):
+    if any(biased) != all(biased) and not mixed_bias:
         return f"bias on some only: {dict(zip(map(str, linears), biased, strict=True))}"
     dtypes = {_meta(node.args[1]).dtype for node in linears}
     if len(dtypes) > 1:
@@ -53,9 +56,27 @@ def concatenate(program: Program, linears: Sequence[fx.Node], name: str) -> fx.N
         shape = (sum(meta.shape[0] for meta in metas), *metas[0].shape[1:])
         sources = tuple(s for node in nodes for s in program.weights[str(node.target)].sources)  # type: ignore[union-attr]
         fused.append(program.add_weight(f"{name}.{kind}", shape, metas[0].dtype, Weight(sources)))
-    first = min(linears, key=_order(program).__getitem__)
+    first = min(linears)  # fx orders nodes as they stand
     with program.graph.inserting_before(first):
         return program.emit(LINEAR, linears[0].args[0], *fused, like=first)
+
+
+def separate_biases(program: Program, linears: Sequence[fx.Node]) -> list[fx.Node]:
+    """`linears` without biases, where only some have one: those are added behind the product."""
+    if len({bias_of(node) is None for node in linears}) == 1:
+        return list(linears)
+    plain = []
+    for node in linears:
+        x, weight, *bias = node.args
+        if bias:
+            with program.graph.inserting_before(node):
+                product = program.emit(LINEAR, x, weight, like=node)
+                added = program.emit(aten.add.Tensor, product, *bias, like=node)
+            node.replace_all_uses_with(added)
+            program.graph.erase_node(node)
+            node = product
+        plain.append(node)
+    return plain
 
 
 def replace_by_split(program: Program, linears: Sequence[fx.Node], fused: fx.Node) -> None:
@@ -77,7 +98,3 @@ def _meta(node: Any) -> torch.Tensor:
 
 def _from_checkpoint(program: Program, node: Any) -> bool:
     return node.op == "get_attr" and bool(program.weights[str(node.target)].sources)
-
-
-def _order(program: Program) -> dict[fx.Node, int]:
-    return {node: index for index, node in enumerate(program.graph.nodes)}

@@ -99,6 +99,13 @@ class Literal(Pattern):
         return so_far
 
 
+class Anything(Pattern):
+    """Any argument, not looked at."""
+
+    def match(self, value: Any, so_far: Match, at: fx.Node) -> Match | Miss:
+        return so_far
+
+
 @dataclass(frozen=True, slots=True)
 class Cast(Pattern):
     """The inner pattern, under one change of dtype or none (fp32 graphs have none).

@@ -12,6 +12,8 @@ from seekforge.kernels.errors import BuildError
 from seekforge.passes import add_rms_norm, rms_norm, swiglu
 from seekforge.passes.cleanup import cleanup, share_equal_weights
 from seekforge.passes.kv_cache import GraphInput, insert_kv_cache
+from seekforge.passes.mla import fuse_mla
+from seekforge.passes.moe import fuse_moe
 from seekforge.passes.program import Program
 from seekforge.passes.qkv import fuse_qkv
 from seekforge.passes.rope import fuse_rope
@@ -29,6 +31,8 @@ def fusions(max_len: int) -> list[Step]:
         ("rope", lambda p: fuse_rope(p, max_len)),
         ("qkv", fuse_qkv),  # needs the attention nodes of the export
         ("swiglu", lambda p: apply(swiglu.RULE, p)),
+        ("mla", fuse_mla),  # needs the rope nodes
+        ("moe", fuse_moe),
         ("cleanup", cleanup),  # transposes left by rope cancel
     ]
 

@@ -22,8 +22,8 @@ TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """How one parameter of the graph is made: checkpoint tensors concatenated along dim 0, or a
-    value."""
+    """How one parameter of the graph is made: checkpoint tensors concatenated along dim 0 and
+    viewed in the parameter's shape (stacked experts), or a value."""
 
     sources: tuple[str, ...] = ()
     value: Tensor | None = None

@@ -15,8 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-import seekforge.kernels.gathered_attention
-import seekforge.kernels.paged_attention  # noqa: F401  the packages call these operators
+# The packages call these operators.
+import seekforge.kernels.moe_experts
+import seekforge.kernels.moe_route
+import seekforge.kernels.paged_attention
+import seekforge.kernels.paged_mla_attention  # noqa: F401
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.padded import make_pools

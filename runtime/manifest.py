@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import math
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.schema import decode
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 # Backend -> (module it imports, pip extra that brings it), in a bundle's order of preference.
 BACKENDS = {
@@ -49,23 +50,38 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The paged cache: per layer pools K and V `[blocks, block_size, num_kv_heads, head_dim]`."""
+    """The paged cache: each layer's pools, `[blocks, block_size, *shape]` for each of `pools`.
+
+    pools: {"k": (kv_heads, head_dim), "v": (kv_heads, v_head_dim)}, or for multi-head latent
+    attention {"latent": (kv_lora_rank + qk_rope_head_dim,)}.
+    """
 
     num_layers: int
     block_size: int
-    num_kv_heads: int
-    head_dim: int
+    pools: dict[str, tuple[int, ...]]
     dtype: str
     dynamic_block_size: bool
 
     def __post_init__(self) -> None:
-        _positive(self, "num_layers", "block_size", "num_kv_heads", "head_dim")
+        _positive(self, "num_layers", "block_size")
         _one_of(self, "dtype", DTYPE_BYTES)
+        if not self.pools or any(size < 1 for shape in self.pools.values() for size in shape):
+            raise EngineError(f"pools is {self.pools}; a shape of sizes >= 1 for each was expected")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all pools in the order of the graph's inputs: k_pool_0, v_pool_0, k_pool_1 …"""
+        return [f"{kind}_pool_{layer}" for layer in range(self.num_layers) for kind in self.pools]
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of cache one token takes, K and V of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of cache one token takes in all layers."""
+        elements = sum(math.prod(shape) for shape in self.pools.values())
+        return self.num_layers * elements * DTYPE_BYTES[self.dtype]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape behind [blocks, block_size] of the pool `name`."""
+        return self.pools[name.partition("_pool_")[0]]
 
 
 @dataclass(frozen=True, slots=True)

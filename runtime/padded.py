@@ -19,13 +19,11 @@ Run = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # inputs by name -> outp
 def make_pools(
     kv: KVLayout, num_blocks: int, block_size: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Zeroed pools k_pool_0, v_pool_0, …, each [blocks, block_size, kv_heads, head_dim]."""
-    shape = (num_blocks, block_size, kv.num_kv_heads, kv.head_dim)
+    """Zeroed pools by name, in the order of the graph's inputs, [blocks, block_size, ...]."""
     dtype = getattr(torch, kv.dtype)
     return {
-        f"{side}_pool_{layer}": torch.zeros(shape, dtype=dtype, device=device)
-        for layer in range(kv.num_layers)
-        for side in ("k", "v")
+        name: torch.zeros((num_blocks, block_size, *kv.shape(name)), dtype=dtype, device=device)
+        for name in kv.names
     }
 
 
@@ -36,7 +34,7 @@ def run_padded(
     assert pools, "allocate() comes before step()"
     rows = sum(len(chunk.rows) for chunk in chunks)
     logits = torch.empty(rows, manifest.vocab_size)
-    for batch in padded_batches(chunks, pools["k_pool_0"].shape[1]):
+    for batch in padded_batches(chunks, next(iter(pools.values())).shape[1]):
         outputs = run(
             {
                 "token_ids": batch.token_ids,

@@ -1,6 +1,7 @@
 """JSON values -> frozen dataclasses, strictly: every key present, none unknown, types as annotated.
 
-Understands what the manifest needs: dataclasses, `tuple[X, ...]`, `X | None`, `dict`, scalars.
+Understands what the manifest needs: dataclasses, `tuple[X, ...]`, `X | None`, `dict[str, X]`,
+scalars.
 Lists become tuples; nothing else is converted.
 """
 
@@ -28,6 +29,10 @@ def decode(kind: Any, value: Any, where: str = "") -> Any:
     if typing.get_origin(kind) is tuple and isinstance(value, list):
         item = typing.get_args(kind)[0]
         return tuple(decode(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
+    if typing.get_origin(kind) is dict and isinstance(value, dict):
+        item = typing.get_args(kind)[1]
+        if item is not Any:
+            return {name: decode(item, entry, f"{where}.{name}") for name, entry in value.items()}
     if type(value) is not _plain(kind):
         raise EngineError(f"key {where!r}: {_plain(kind).__name__} was expected, not {value!r}")
     return value

@@ -73,7 +73,7 @@ class TensorRTSession:
                 f"{self._directory}: block size {block_size} was asked for, but this engine has "
                 f"{kv.block_size} built in; use that, or rebuild"
             )
-        most = largest(self.profiles, "k_pool_0", 0)
+        most = largest(self.profiles, kv.names[0], 0)
         if not 1 <= num_blocks <= most:
             raise EngineError(
                 f"{self._directory}: {num_blocks} KV blocks were asked for; this engine takes 1 to "

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 # Without a GPU the Triton kernels run in Triton's interpreter. It is chosen when a kernel is
 # decorated, so before any kernel file is imported.
@@ -29,8 +30,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from seekforge.compile.build import Options, build
 from seekforge.compile.export import export_module
+from seekforge.compile.onnx import write_onnx
+from seekforge.compile.weights import WEIGHTS_NAME
 from seekforge.models.exportable import make_exportable
 from seekforge.models.module import build_module
+from seekforge.passes.kv_cache import GraphInput, trace_values
 from seekforge.passes.program import Program, Weight
 
 COMMON = {
@@ -46,11 +50,28 @@ COMMON = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+MLA = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {"hidden_size": 40, "num_key_value_heads": 1, "head_dim": 16},  # 4 * 16 != 40
-}
+    "qwen3_moe": {
+        "hidden_size": 40, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "norm_topk_prob": True,
+    },
+    "deepseek_v2": MLA | {
+        "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+        "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    },
+    "deepseek_v3": MLA | {
+        "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    },
+}  # fmt: skip
 SPECIAL_TOKENS = ["<|begin|>", "<|end|>", "<|pad|>"]  # ids 0, 1, 2
 TOKENIZER_SIZE = 280
 TEXT = ["the capital of France is Paris and the capital of Spain is Madrid", "one then another"]
@@ -101,6 +122,9 @@ def write_checkpoint(folder: Path, family: str, overrides: dict[str, Any]) -> No
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.copy_(noise if name.endswith("bias") else 1 + 0.1 * noise)
+        for name, buffer in model.named_buffers():  # of routers; zero unless trained
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     if config.vocab_size >= TOKENIZER_SIZE:
         byte_level_tokenizer().save_pretrained(folder)
@@ -190,13 +214,29 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     convert = interpreter._convert_float
 
     def rounded(x: Any, source: Any, target: Any, mode: Any) -> Any:
-        """Rounds fp32 to bf16 to nearest even, as GPUs do; the interpreter truncates."""
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(x, source, target, mode)
-        narrow = torch.tensor(x).view(torch.float32).to(torch.bfloat16)
-        return narrow.view(torch.uint16).numpy()
+        """Rounds fp32 to bf16 and FP8 to nearest even, as GPUs do; the interpreter truncates."""
+        wide = torch.tensor(x).view(torch.float32) if source == tl.float32 else None
+        if wide is not None and target == tl.bfloat16:
+            return wide.to(torch.bfloat16).view(torch.uint16).numpy()
+        if wide is not None and target == tl.float8e4nv:
+            return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return convert(x, source, target, mode)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        """A dot of bf16 tiles; the interpreter would multiply their bit patterns."""
+
+        def wide(x: Any) -> Any:
+            if x.dtype.scalar != tl.bfloat16:
+                return x
+            value = torch.tensor(x.data.view("int16")).view(torch.bfloat16).float().numpy()
+            return interpreter.TensorHandle(value, tl.float32)
+
+        return dot(self, wide(a), wide(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widened)
     return "cpu"
 
 
@@ -316,7 +356,7 @@ def exported(tiny_model: Callable[..., nn.Module]) -> Callable[..., tuple[Progra
             # Not module.to(dtype): it would round the rotary frequencies, which stay fp32 in use.
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(dtype)
-            sources = {name: name for name, _ in module.named_parameters(remove_duplicate=False)}
+            sources = {name: (name,) for name in module.state_dict()}
             bare = build_module(copy.deepcopy(module.config), dtype)
             made[key] = export_module(bare, sources, 64), make_exportable(module)
         program, module = made[key]
@@ -376,5 +416,41 @@ def traced() -> Callable[..., tuple[Program, nn.Module]]:
         read = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
         kept = {name: weight for name, weight in weights.items() if name in read}
         return Program(graph_module, kept, constants), module
+
+    return make
+
+
+@pytest.fixture
+def op_onnx(tmp_path: Path) -> Callable[..., Path]:
+    """Factory `(function, inputs, weights, outputs, target) -> path of a model.onnx`.
+
+    function: called with the graph and one node for each input and weight, in order; returns the
+    nodes of the outputs. inputs: name -> (dtype, dims), names of dims as in passes/kv_cache.py.
+    """
+
+    def make(
+        function: Callable[..., list[torch.fx.Node]],
+        inputs: dict[str, tuple[torch.dtype, tuple[int | str, ...]]],
+        weights: dict[str, torch.Tensor],
+        outputs: list[str],
+        target: str = "onnxruntime",
+    ) -> Path:
+        root, graph = nn.Module(), torch.fx.Graph()
+        for name, value in weights.items():
+            root.register_buffer(name, value.to("meta"))
+        nodes = [graph.placeholder(name) for name in inputs]
+        nodes += [graph.get_attr(name) for name in weights]
+        graph.output(tuple(function(graph, *nodes)))
+        program = Program(
+            torch.fx.GraphModule(root, graph),
+            {name: Weight(value=value) for name, value in weights.items()},
+            {}, "padded", list(inputs), outputs,
+        )  # fmt: skip
+        entries = [GraphInput(name, dtype, dims) for name, (dtype, dims) in inputs.items()]
+        trace_values(program, entries)
+        stored = {name: value.contiguous() for name, value in weights.items()}
+        save_file(stored, tmp_path / WEIGHTS_NAME)
+        write_onnx(program, entries, tmp_path / WEIGHTS_NAME, tmp_path / "model.onnx", target)
+        return tmp_path / "model.onnx"
 
     return make

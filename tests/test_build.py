@@ -31,7 +31,7 @@ def test_manifest_tells_what_was_built(tiny_checkpoint: Checkpoint, tmp_path: Pa
     (engine,) = build(checkpoint, tmp_path / "out", ORT)
     manifest = read_manifest(engine)
     assert manifest.form == "padded" and manifest.dtype == "float32"
-    assert manifest.limits.max_len == 64 and manifest.kv.num_kv_heads == 2
+    assert manifest.limits.max_len == 64 and manifest.kv.pools["k"] == (2, 8)
     assert [spec.name for spec in manifest.inputs[:6]] == [
         "token_ids", "positions", "block_tables", "past_lens", "logits_rows", "k_pool_0",
     ]  # fmt: skip

@@ -141,7 +141,7 @@ def test_bad_engines(
     assert "temperature" in refusal(capsys, "generate", engine, "hi", "--temperature", "-1")
     older = tmp_path / "older"
     shutil.copytree(engine, older)
-    text = (older / MANIFEST_NAME).read_text().replace('"format_version": 1', '"format_version": 0')
+    text = (older / MANIFEST_NAME).read_text().replace('"format_version": 2', '"format_version": 0')
     (older / MANIFEST_NAME).write_text(text)
     message = refusal(capsys, "generate", older, "hi")
     assert "version 0" in message and "seekforge build" in message

@@ -46,7 +46,7 @@ def test_sizes_stay_symbolic(exported: Callable[..., Any], family: str) -> None:
 
 def test_one_attention_node_a_layer_and_no_data() -> None:
     module = meta_module()
-    program = export_module(module, {name: name for name in module.state_dict()}, 256)
+    program = export_module(module, {name: (name,) for name in module.state_dict()}, 256)
     (node,) = program.nodes(attention)
     assert node.args[3:] == (8**-0.5, 0)
     assert all(program.tensor(name).is_meta for name in program.weights)
@@ -56,13 +56,13 @@ def test_one_attention_node_a_layer_and_no_data() -> None:
 def test_renamed_sources() -> None:
     """Checkpoint names may differ from the module's."""
     module = meta_module()
-    program = export_module(module, {name: f"x.{name}" for name in module.state_dict()}, 256)
+    program = export_module(module, {name: (f"x.{name}",) for name in module.state_dict()}, 256)
     assert program.weights["lm_head.weight"].sources == ("x.lm_head.weight",)
 
 
 def test_a_weight_without_source_is_named() -> None:
     module = meta_module()
-    sources = {name: name for name in module.state_dict() if "gate_proj" not in name}
+    sources = {name: (name,) for name in module.state_dict() if "gate_proj" not in name}
     with pytest.raises(BuildError, match=r"reads model\.layers\.0\.mlp\.gate_proj\.weight"):
         export_module(module, sources, 256)
 
@@ -81,4 +81,4 @@ def test_code_that_depends_on_values_is_refused(what: str) -> None:
 
     module.model.embed_tokens.forward = fixed  # type: ignore[union-attr, assignment]
     with pytest.raises(BuildError, match=r"export .*(failed|baked in)"):
-        export_module(module, {name: name for name in module.state_dict()}, 256)
+        export_module(module, {name: (name,) for name in module.state_dict()}, 256)

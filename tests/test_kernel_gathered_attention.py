@@ -56,6 +56,20 @@ def test_equals_plain_and_paged_attention(
     assert_close(y, paged_attention(*case.paged()), f"{chunks=} {block_size=}, paged")
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_stale_slots_are_not_seen(cached_sequences: Make, device: str, value: float) -> None:
+    """A weight of 0 times what an earlier sequence left in a block must be 0."""
+    case = cached_sequences(CHUNKS["mix"], device=device)
+    size = case.k_pool.shape[1]
+    live = torch.zeros(case.k_pool.shape[:2], dtype=torch.bool, device=device)
+    for table, length in zip(case.block_tables, case.past_lens.tolist(), strict=True):
+        at = torch.arange(length, device=device)
+        live[table[at // size], at % size] = True
+    for pool in (case.k_pool, case.v_pool):
+        pool[~live] = value
+    assert_close(gathered(case), case.expected, f"{value=}")
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "qk_dim", "v_dim"), [(4, 1, 16, 16), (6, 2, 16, 12), (4, 2, 16, 20)]
 )

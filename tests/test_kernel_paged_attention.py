@@ -67,6 +67,32 @@ def test_writes_new_tokens_and_nothing_else(cached_sequences: Make, device: str)
     assert torch.equal(case.v_pool, expected[1])
 
 
+def leave_stale(case: SimpleNamespace, value: float) -> None:
+    """Fills the slots of the pools that hold no token of a sequence."""
+    size = case.k_pool.shape[1]
+    live = torch.zeros(case.k_pool.shape[:2], dtype=torch.bool, device=case.k_pool.device)
+    for table, length in zip(case.block_tables, case.context_lens.tolist(), strict=True):
+        at = torch.arange(length, device=table.device)
+        live[table[at // size], at % size] = True
+    for pool in (case.k_pool, case.v_pool):
+        pool[~live] = value
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["decodes", "mix", "one decode"])
+def test_stale_slots_are_not_seen(
+    cached_sequences: Make, device: str, name: str, value: float
+) -> None:
+    """A weight of 0 times what an earlier sequence left in a block must be 0."""
+    case = cached_sequences(CHUNKS[name], device=device)
+    leave_stale(case, value)
+    if name == "one decode":
+        case.block_tables = torch.cat((case.block_tables, case.block_tables * 0 + 1), 1)
+        leave_stale(case, value)
+        assert_close(one_token_attention(*case.paged()), case.expected, f"{value=}")
+    assert_close(paged_attention(*case.paged()), case.expected, f"{name=} {value=}")
+
+
 def test_negative_slots_write_nothing(cached_sequences: Make, device: str) -> None:
     """Right-padding rows carry slot -1, which plain indexing takes for the last slot (B63)."""
     case = cached_sequences(CHUNKS["mix"], device=device)

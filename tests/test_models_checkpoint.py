@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from seekforge.kernels.errors import CheckpointError
-from seekforge.models.checkpoint import open_checkpoint, tensor_for_parameter
+from seekforge.models.checkpoint import open_checkpoint, tensors_for_parameter
 from seekforge.models.module import load_eager
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -75,7 +75,7 @@ def test_tied_and_untied_head(copy: Callable[..., Path], tied: bool, stored: str
     checkpoint = open_checkpoint(folder)
     assert checkpoint.warnings == ()
     assert checkpoint.config.tie_word_embeddings is tied
-    head = checkpoint.read(tensor_for_parameter(checkpoint, HEAD))
+    head = checkpoint.read(*tensors_for_parameter(checkpoint, HEAD))
     assert torch.equal(head, load_eager(folder, torch.float32).get_parameter(HEAD))
     assert torch.equal(head, checkpoint.read(EMBEDDING)) is tied
 
@@ -84,7 +84,7 @@ def test_tied_with_only_the_head_stored(copy: Callable[..., Path]) -> None:
     folder = copy("qwen2", tie_word_embeddings=True)
     rewrite(folder, lambda weights: weights.update({HEAD: weights.pop(EMBEDDING)}))
     checkpoint = open_checkpoint(folder)
-    assert tensor_for_parameter(checkpoint, EMBEDDING) == HEAD
+    assert tensors_for_parameter(checkpoint, EMBEDDING) == (HEAD,)
     eager = load_eager(folder, torch.float32).get_parameter(EMBEDDING)
     assert torch.equal(checkpoint.read(HEAD), eager)
 
@@ -100,7 +100,7 @@ def test_tied_with_another_head_uses_the_stored_one(copy: Callable[..., Path]) -
     )
     eager = load_eager(folder, torch.float32)
     for name in (HEAD, EMBEDDING):
-        ours = checkpoint.read(tensor_for_parameter(checkpoint, name))
+        ours = checkpoint.read(*tensors_for_parameter(checkpoint, name))
         assert torch.equal(ours, eager.get_parameter(name)), name
 
 
@@ -142,6 +142,96 @@ def test_unused_tensors_are_reported(copy: Callable[..., Path]) -> None:
     assert len(checkpoint.notes) == 1 and skipped in checkpoint.notes[0]
     assert len(checkpoint.warnings) == 1 and unknown in checkpoint.warnings[0]
     assert skipped not in checkpoint.warnings[0]
+
+
+MOE = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_stacked_experts_are_made_of_stored_ones(copy: Callable[..., Path], family: str) -> None:
+    checkpoint = open_checkpoint(copy(family))
+    assert checkpoint.warnings == ()
+    eager = load_eager(checkpoint.path, torch.float32).state_dict()
+    prefix = "model.layers.1.mlp.experts."
+    up = tensors_for_parameter(checkpoint, prefix + "gate_up_proj")
+    assert up[:2] == (f"{prefix}0.gate_proj.weight", f"{prefix}0.up_proj.weight")
+    assert (len(up), up[-1]) == (16, f"{prefix}7.up_proj.weight")
+    for fqn, weight in eager.items():
+        names = tensors_for_parameter(checkpoint, fqn)
+        made = torch.cat([checkpoint.read(name) for name in names]).view(weight.shape)
+        assert torch.equal(made, weight), fqn
+
+
+@pytest.mark.parametrize("experts", [1, 8])
+def test_experts_stored_as_one_tensor(copy: Callable[..., Path], experts: int) -> None:
+    folder = copy("qwen3_moe", num_experts=experts, num_experts_per_tok=1)
+    one_by_one = open_checkpoint(folder)
+    fqn = "model.layers.0.mlp.experts.down_proj"
+    names = tensors_for_parameter(one_by_one, fqn)
+    assert len(names) == experts
+    stacked = torch.stack([one_by_one.read(name) for name in names])
+    rewrite(folder, lambda w: w.update({fqn: stacked}) or [w.pop(name) for name in names])
+    checkpoint = open_checkpoint(folder)
+    assert tensors_for_parameter(checkpoint, fqn) == (fqn,)
+    assert torch.equal(checkpoint.read(fqn), stacked)
+    assert checkpoint.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("experts.5.up_proj.weight", None, r"1 tensors are in no file.*experts\.5\.up_proj"),
+        ("gate.e_score_correction_bias", None, r"1 tensors are in no .*e_score_correction_bias"),
+        ("experts.5.up_proj.weight", lambda w: w[1:].clone(), r"has shape \[15, 32\].*\[16, 32\]"),
+        ("experts.5.down_proj.weight", torch.Tensor.double, r"5\.down_proj\..* is stored as F64"),
+    ],
+)  # fmt: skip
+def test_wrong_expert_is_named(
+    copy: Callable[..., Path], name: str, change: Callable[..., torch.Tensor] | None, message: str
+) -> None:
+    folder = copy("deepseek_v3")
+    name = f"model.layers.1.mlp.{name}"
+    if change is None:
+        rewrite(folder, lambda weights: weights.pop(name))
+    else:
+        rewrite(folder, lambda weights: weights.update({name: change(weights[name])}))
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("rank", [None, 24])
+def test_query_projections_follow_q_lora_rank(copy: Callable[..., Path], rank: int | None) -> None:
+    checkpoint = open_checkpoint(copy("deepseek_v2", q_lora_rank=rank))
+    found = {name for name in checkpoint.tensors if "layers.0.self_attn.q_" in name}
+    parts = ("proj",) if rank is None else ("a_proj", "a_layernorm", "b_proj")
+    assert found == {f"model.layers.0.self_attn.q_{part}.weight" for part in parts}
+    assert checkpoint.spec.q_lora_rank == rank
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_prediction_layers_are_skipped(copy: Callable[..., Path], layers: int) -> None:
+    folder = copy("deepseek_v3", num_hidden_layers=layers)
+    expected = open_checkpoint(folder)
+    assert expected.config.num_nextn_predict_layers == 1
+    mtp = [f"model.layers.{layers}.{part}" for part in ("eh_proj.weight", "enorm.weight")]
+    unknown = [f"model.layers.{layers + 1}.enorm.weight", "model.layers.1.eh_proj.weight"]
+    computed = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    extra = {name: torch.ones(3) for name in [*mtp, *unknown, computed]}
+    rewrite(folder, lambda weights: weights.update(extra))
+    checkpoint = open_checkpoint(folder)
+    (note,) = [note for note in checkpoint.notes if "MTP" in note]
+    assert "2 stored" in note and all(name in note for name in mtp)
+    (warning,) = checkpoint.warnings
+    assert "2 stored" in warning and all(name in warning for name in unknown)
+    for fqn in ("model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.gate.weight"):
+        assert torch.equal(checkpoint.read(fqn), expected.read(fqn))
+
+
+def test_prediction_layers_hide_no_missing_layer(copy: Callable[..., Path]) -> None:
+    folder = copy("deepseek_v3")
+    rewrite(folder, lambda w: [w.update({n.replace("s.1.", "s.2."): w.pop(n)}) for n in [*w]])
+    with pytest.raises(CheckpointError, match=r"are in no file.*model\.layers\.1\."):
+        open_checkpoint(folder)
 
 
 def test_eos_ids_prefer_generation_config(copy: Callable[..., Path]) -> None:
@@ -216,7 +306,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         ({"model_type": "mamba"}, r"'mamba'.*supported are llama, qwen2, qwen3"),
         ({"model_type": None}, r"model_type None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"ForSequenceClassification"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised with 'fp8'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised with 'gptq'"),
         ({"hidden_size": "wide"}, r"transformers refuses it"),
         ({"rope_scaling": {"type": "foo"}, "rope_parameters": None}, r"'foo'.*unknown"),
     ],

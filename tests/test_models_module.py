@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from seekforge.models.checkpoint import open_checkpoint, tensor_for_parameter
+from seekforge.models.checkpoint import open_checkpoint, tensors_for_parameter
 from seekforge.models.module import build_module, load_eager
 
 BIASES = {
@@ -54,27 +55,62 @@ def test_attention_biases_come_from_the_checkpoint(
     names = build_module(checkpoint.config, torch.float32).state_dict().keys()
     assert {name for name, bias in BIASES.items() if bias in names} == biased
     for name in biased:
-        stored = checkpoint.read(tensor_for_parameter(checkpoint, BIASES[name]))
+        stored = checkpoint.read(*tensors_for_parameter(checkpoint, BIASES[name]))
         assert stored.abs().max() > 0.1  # filled: a bias dropped later changes the logits
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"tie_word_embeddings": True, "mlp_only_layers": [0]}),
+    ("deepseek_v2", {}),
+    ("deepseek_v2", {"n_group": None, "topk_group": None, "first_k_dense_replace": 0}),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    ("deepseek_v2", {"q_lora_rank": 24, "first_k_dense_replace": 2}),  # dense throughout
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 3, "q_lora_rank": None}),
+    ("deepseek_v3", {"n_group": 1, "topk_group": 1, "tie_word_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
 def test_module_filled_from_the_checkpoint_equals_eager(
-    tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., nn.Module], family: str
+    tiny_checkpoint: Callable[..., Path],
+    tiny_model: Callable[..., nn.Module],
+    family: str,
+    overrides: dict[str, Any],
 ) -> None:
     """Every tensor reaches its parameter: what the weight writer does, in small."""
-    for overrides in ({}, {"tie_word_embeddings": True}):
-        checkpoint = open_checkpoint(tiny_checkpoint(family, **overrides))
-        module = build_module(checkpoint.config, torch.float32)
-        weights = {
-            fqn: checkpoint.read(tensor_for_parameter(checkpoint, fqn))
-            for fqn in module.state_dict()
-        }
-        module.load_state_dict(weights, assign=True)
-        ids = torch.randint(3, 280, (2, 21), generator=torch.Generator().manual_seed(0))
-        right = tiny_model(family, **overrides)(ids).logits
-        assert right.abs().max() > 2  # loud enough to hear a wrong weight
-        torch.testing.assert_close(module(ids).logits, right, rtol=1e-5, atol=1e-5)
+    checkpoint = open_checkpoint(tiny_checkpoint(family, **overrides))
+    module = build_module(checkpoint.config, torch.float32)
+    weights = {
+        fqn: torch.cat([checkpoint.read(name) for name in tensors_for_parameter(checkpoint, fqn)])
+        for fqn in module.state_dict()
+    }
+    shaped = {fqn: weights[fqn].view(meta.shape) for fqn, meta in module.state_dict().items()}
+    module.load_state_dict(shaped, assign=True)
+    ids = torch.randint(3, 280, (2, 21), generator=torch.Generator().manual_seed(0))
+    right = tiny_model(family, **overrides)(ids).logits
+    assert right.abs().max() > 2  # loud enough to hear a wrong weight
+    torch.testing.assert_close(module(ids).logits, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe"])
+def test_module_has_the_dtypes_of_the_oracle(
+    tiny_checkpoint: Callable[..., Path], family: str, dtype: torch.dtype
+) -> None:
+    path = tiny_checkpoint(family)
+    compiled = build_module(open_checkpoint(path).config, dtype).state_dict()
+    eager = load_eager(path, dtype).state_dict()
+    assert {name: t.dtype for name, t in compiled.items()} == {n: t.dtype for n, t in eager.items()}
+    if family == "deepseek_v3":
+        bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+        assert compiled[bias].dtype == torch.float32 and compiled[bias].is_meta
 
 
 def test_load_eager_dtype_and_attention(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -133,11 +133,53 @@ def test_linear_elsewhere_is_left(traced: Callable[..., Any]) -> None:
         assert_close(y, right, "block")
 
 
+def test_bias_on_some(traced: Callable[..., Any]) -> None:
+    """q_proj has none beside DeepSeek's kv_a_proj_with_mqa: those that are there follow the
+    product."""
+    x = torch.randn(B, S, D)
+    program, module = traced(
+        lambda m, x: attend(m.q(x), m.k(x), m.v(x)), x, **projections(k=True, v=True)
+    )
+    assert fused(program).fired == 1
+    (linear,) = program.nodes(LINEAR)
+    assert len(linear.args) == 2
+    assert {"k.bias", "v.bias", "qkv_proj.weight"} == set(program.weights)
+    assert_close(run(program, module.get_parameter, x)[0], module(x), "bias on k and v")
+
+
+MLA: list[tuple[str, dict[str, Any], tuple[str, ...], list[int]]] = [
+    ("deepseek_v3", {}, ("q_a_proj", "kv_a_proj_with_mqa"), [24, 24]),
+    ("deepseek_v3", {"attention_bias": True}, ("q_a_proj", "kv_a_proj_with_mqa"), [24, 24]),
+    ("deepseek_v2", {}, ("q_proj", "kv_a_proj_with_mqa"), [64, 24]),
+    ("deepseek_v2", {"attention_bias": True}, ("q_proj", "kv_a_proj_with_mqa"), [64, 24]),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides", "parts", "widths"), MLA)
+def test_latent_attention(
+    exported: Callable[..., Any], family: str, overrides: dict[str, Any], parts: tuple[str, ...],
+    widths: list[int],
+) -> None:  # fmt: skip
+    """The first projections of q and of the latent; kv_b_proj and q_b_proj stay apart."""
+    program, module = exported(family, num_hidden_layers=1, **overrides)
+    result = fused(program)
+    assert (result.fired, result.misses) == (1, ())
+    owner = "model.layers.0.self_attn"
+    (split, *_) = program.nodes(SPLIT)
+    assert split.args[1] == widths
+    sources = program.weights[f"{owner}.qkv_proj.weight"].sources
+    assert sources == tuple(f"{owner}.{part}.weight" for part in parts)
+    if overrides and parts[0] == "q_a_proj":
+        sources = program.weights[f"{owner}.qkv_proj.bias"].sources
+        assert sources == tuple(f"{owner}.{part}.bias" for part in parts)
+    ids = torch.randint(0, 293, (3, 5))
+    positions = torch.arange(5).expand(3, 5)
+    (logits,) = run(program, module.get_parameter, ids, positions, False)
+    eager = module(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert_close(logits, eager, f"{family} {overrides}")
+
+
 NEAR_MISSES: dict[str, tuple[Callable[..., Tensor], dict[str, nn.Module], str]] = {
-    "mixed bias": (
-        lambda m, x: attend(m.q(x), m.k(x), m.v(x)), projections(q=True, k=True),
-        "bias on some only: .*True.*False",
-    ),
     "three inputs": (
         lambda m, x: attend(m.q(x), m.k(x.sin()), m.v(x.cos())), projections(),
         "no two linear layers of .* share an input",

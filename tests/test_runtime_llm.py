@@ -20,7 +20,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from seekforge.kernels.errors import EngineError, InputError
 from seekforge.runtime.llm import LLM, default_blocks
-from seekforge.runtime.manifest import Generation, KVLayout, Limits, Manifest, write_manifest
+from seekforge.runtime.manifest import (
+    FORMAT_VERSION,
+    Generation,
+    KVLayout,
+    Limits,
+    Manifest,
+    write_manifest,
+)
 from seekforge.runtime.sampling import SamplingParams
 from seekforge.runtime.session import Chunk, open_session, padded_batches, ragged_inputs, scatter_kv
 
@@ -29,7 +36,7 @@ Logits = Callable[[list[int]], Tensor]
 
 def manifest_for(vocab_size: int, eos: tuple[int, ...] = (), **changes: Any) -> Manifest:
     manifest = Manifest(
-        format_version=1,
+        format_version=FORMAT_VERSION,
         seekforge_version="0",
         backend="inductor",
         backend_version="0",
@@ -39,7 +46,7 @@ def manifest_for(vocab_size: int, eos: tuple[int, ...] = (), **changes: Any) -> 
         dtype="float32",
         model={"vocab_size": vocab_size},
         limits=Limits(max_len=64, max_batch=8, max_chunk=64),
-        kv=KVLayout(1, 16, 1, 1, "float32", True),
+        kv=KVLayout(1, 16, {"k": (1, 1), "v": (1, 1)}, "float32", True),
         inputs=(),
         outputs=(),
         profiles=(),
@@ -472,7 +479,7 @@ def test_a_failing_step_leaves_nothing_behind() -> None:
 
 
 def test_options_are_checked_against_the_engine() -> None:
-    fixed = KVLayout(1, 16, 1, 1, "float32", False)
+    fixed = KVLayout(1, 16, {"k": (1, 1), "v": (1, 1)}, "float32", False)
     for option, reason in [
         ({"max_batch": 5}, "max_batch is 5; 1 to 4"),
         ({"max_chunk": 17}, "max_chunk is 17; 1 to 16"),
@@ -489,7 +496,8 @@ def test_the_default_pool_holds_a_full_batch_or_what_memory_allows() -> None:
     manifest = manifest_for(128, limits=LIMITS)
     assert default_blocks(manifest, 16, max_batch=4) == 4 * 2
     assert default_blocks(manifest, 5, max_batch=1) == 7
-    large = dataclasses.replace(manifest, kv=KVLayout(60, 16, 128, 128, "float32", True))
+    pools = {"k": (128, 128), "v": (128, 128)}
+    large = dataclasses.replace(manifest, kv=KVLayout(60, 16, pools, "float32", True))
     assert default_blocks(large, 16, max_batch=4) == 8
     longer = dataclasses.replace(large, limits=Limits(4096, 64, 512))
     assert default_blocks(longer, 16, max_batch=64) == 4096 // 16  # 32 GB, and still one sequence

@@ -10,6 +10,7 @@ import pytest
 
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.manifest import (
+    FORMAT_VERSION,
     MANIFEST_NAME,
     FileEntry,
     Generation,
@@ -26,7 +27,7 @@ from seekforge.runtime.manifest import (
 
 def example(**overrides: object) -> Manifest:
     manifest = Manifest(
-        format_version=1,
+        format_version=FORMAT_VERSION,
         seekforge_version="0.1.0",
         backend="inductor",
         backend_version="2.13.0",
@@ -36,7 +37,7 @@ def example(**overrides: object) -> Manifest:
         dtype="float32",
         model={"family": "llama", "vocab_size": 101},
         limits=Limits(max_len=32, max_batch=4, max_chunk=16),
-        kv=KVLayout(2, 16, 1, 8, "float32", True),
+        kv=KVLayout(2, 16, {"k": (1, 8), "v": (1, 8)}, "float32", True),
         inputs=(TensorSpec("token_ids", "int64", ("tokens",)),),
         outputs=(TensorSpec("logits", "float32", ("rows", 101)),),
         profiles=({"token_ids": {"min": [1, 1], "opt": [1, 8], "max": [1, 16]}},),
@@ -100,8 +101,8 @@ def test_each_damage_has_its_reason(tmp_path: Path) -> None:
 
     assert "is no engine" in refusal("absent")
 
-    edit(write_engine(tmp_path / "version"), format_version=2, later_key=True)
-    assert "format version 2; this seekforge reads 1" in refusal("version")
+    edit(write_engine(tmp_path / "version"), format_version=FORMAT_VERSION + 1, later_key=True)
+    assert "format version 3; this seekforge reads 2" in refusal("version")
     edit(write_engine(tmp_path / "unknown"), surprise=1)
     assert "unknown key 'surprise'" in refusal("unknown")
     path = write_engine(tmp_path / "missing") / MANIFEST_NAME

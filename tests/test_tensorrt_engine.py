@@ -135,7 +135,8 @@ def padded_graph(dtype: str = "float16", dim: int = DIM) -> onnx.ModelProto:
 
 
 def layout(dtype: str = "float16", dim: int = DIM) -> KVLayout:
-    return KVLayout(LAYERS, BLOCK, KV_HEADS, dim, dtype, dynamic_block_size=False)
+    pools = {"k": (KV_HEADS, dim), "v": (KV_HEADS, dim)}
+    return KVLayout(LAYERS, BLOCK, pools, dtype, dynamic_block_size=False)
 
 
 def save(model: onnx.ModelProto, folder: Path, weights: str | None = None) -> Path:

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def kv(block_size: int = 16, layers: int = 2) -> KVLayout:
-    return KVLayout(layers, block_size, 3, 64, "float16", dynamic_block_size=False)
+    return KVLayout(layers, block_size, {"k": (3, 64), "v": (3, 64)}, "float16", False)
 
 
 def shapes(profile: Profile, b: int, s: int, m: int = 1, n: int = 1) -> dict[str, list[int]]:

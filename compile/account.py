@@ -1,0 +1,164 @@
+"""What a model would cost, from its configuration alone: `seekforge inspect config.json`.
+
+In: a configuration. Out: plain data: parameters, bytes of weights and cache, which fusions fired,
+and the operators that are left. The graph is exported and transformed on the meta device, so the
+671 billion parameters of DeepSeek-V3 need no more than their names. Reads no weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from transformers import PreTrainedConfig
+
+from seekforge.compile.export import export_module
+from seekforge.compile.steps import Steps
+from seekforge.models.families import expected_fusions
+from seekforge.models.module import build_module
+from seekforge.models.spec import ModelSpec
+from seekforge.passes.pipeline import run_pipeline
+from seekforge.passes.program import Program, module_path
+from seekforge.passes.rule import PassResult
+
+DTYPE = torch.bfloat16  # the deployment dtype that sizes are given in
+# These only describe other values anew: no kernel runs for them where the data is contiguous.
+VIEWS = (
+    "aten.view", "aten._unsafe_view", "aten.reshape", "aten.flatten.using_ints", "aten.squeeze.dim",
+    "aten.unsqueeze", "aten.transpose.int", "aten.permute", "aten.expand", "aten.slice.Tensor",
+    "aten.select.int", "aten.split.Tensor", "aten.split_with_sizes", "aten.sym_size.int",
+)  # fmt: skip
+LENGTH = 2048  # rows of the RoPE table, as `build` makes them by default
+
+
+def account(config: PreTrainedConfig, steps: Steps | None = None) -> dict[str, Any]:
+    """The model's sizes and its graph after all passes, in ragged form.
+
+    Keys beyond those of `graph_account`: kv_token_bytes (all layers), weight_bytes by dtype and
+    steps (seconds and peak memory). Raises `CheckpointError` for a configuration that is not
+    supported and `BuildError` if export or a pass fails; a fusion that fires too rarely is shown.
+    """
+    spec = ModelSpec.from_config(config)
+    steps = steps or Steps(f"inspect {spec.model_type} {spec.num_layers}x{spec.hidden_size}")
+    length = min(LENGTH, spec.max_position_embeddings)
+    with steps.step("export"):
+        module = build_module(config, DTYPE)
+        names: dict[int, str] = {}  # a tied tensor has two names and is stored once
+        stored = module.state_dict(keep_vars=True).items()
+        sources = {name: (names.setdefault(id(tensor), name),) for name, tensor in stored}
+        program = export_module(module, sources, length)
+    exported = len(program.graph.nodes)
+    with steps.step("passes"):
+        results, _ = run_pipeline(program, "ragged", length, None)
+    return {
+        "kv_token_bytes": kv_token_bytes(spec, DTYPE),
+        "weight_bytes": weight_bytes(program),
+        "nodes_exported": exported,
+        "nodes": len(program.graph.nodes),
+        **graph_account(spec, program, results),
+        "steps": steps.done,
+    }
+
+
+def kv_token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes that one token takes in the caches of all layers."""
+    return spec.num_layers * dtype.itemsize * sum(map(math.prod, spec.kv_pools.values()))
+
+
+def weight_bytes(program: Program) -> dict[str, int]:
+    """Bytes of the program's weights by dtype, as an engine would store them."""
+    found: Counter[str] = Counter()
+    for name in program.weights:
+        tensor = program.tensor(name)
+        found[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    return dict(found.most_common())
+
+
+def graph_account(spec: ModelSpec, program: Program, results: list[PassResult]) -> dict[str, Any]:
+    """fusions: {name: {"expected", "found", "misses"}}. layers: one entry for each run of layers
+    with the same operators, {"layers": "3-59", "compute": 15, "operators": {name: count}, "views":
+    {name: count}}; what belongs to no layer comes last, as "outside"."""
+    fired = {result.name: result for result in results}
+    fusions = {}
+    for name, expected in expected_fusions(spec).items():
+        result = fired.get(name)
+        found = result.fired if result else 0
+        misses = result.misses[:3] if result and found < expected else ()
+        reasons = [f"{miss.node} ({miss.source}): {miss.reason}" for miss in misses]
+        fusions[name] = {"expected": expected, "found": found, "misses": reasons}
+    return {"fusions": fusions, "layers": operators_by_layer(program, spec.num_layers)}
+
+
+def operators_by_layer(program: Program, num_layers: int) -> list[dict[str, Any]]:
+    """Calls of each layer, as `graph_account` says. Picking one result of an operator that has
+    several is no call."""
+    counts: list[Counter[str]] = [Counter() for _ in range(num_layers + 1)]
+    home: dict[fx.Node, int] = {}
+    for node in program.graph.nodes:
+        path = module_path(node)
+        layer = re.search(r"\blayers\.(\d+)\b", path)
+        home[node] = int(layer[1]) if layer else num_layers
+        if not path:  # inserted by a pass: belongs where its input does
+            homes = [home[source] for source in node.all_input_nodes if source.op != "placeholder"]
+            home[node] = min(homes, default=num_layers)
+        if node.op == "call_function" and node.target is not getitem:
+            counts[home[node]][operator_name(node)] += 1
+    runs: list[dict[str, Any]] = []
+    for operators, group in itertools.groupby(range(num_layers), key=lambda i: counts[i]):
+        indices = list(group)
+        layers = str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+        runs.append(_run(layers, operators))
+    return [*runs, _run("outside", counts[num_layers])]
+
+
+def operator_name(node: fx.Node) -> str:
+    """`rope` for seekforge::rope, `aten.view` for an operator of torch."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default").removeprefix("seekforge.")
+    return getattr(target, "__name__", str(target))
+
+
+def format_account(found: dict[str, Any]) -> list[str]:
+    """The lines that `seekforge inspect` prints for the data of `account`."""
+    weights = ", ".join(f"{dtype} {_gigabytes(n)}" for dtype, n in found["weight_bytes"].items())
+    lines = [
+        f"{'engine weights':<24}{weights}",
+        f"{'KV cache':<24}{found['kv_token_bytes']:,} bytes a token in bfloat16",
+        f"{'nodes':<24}{found['nodes_exported']} exported, {found['nodes']} after the passes",
+        "fusions                 expected   found",
+    ]
+    for name, fusion in found["fusions"].items():
+        mark = "" if fusion["found"] >= fusion["expected"] else "   TOO FEW"
+        lines.append(f"  {name:<22}{fusion['expected']:>8}{fusion['found']:>8}{mark}")
+        lines += [f"    near-miss {miss}" for miss in fusion["misses"]]
+    lines.append("operators left, by layer")
+    for run in found["layers"]:
+        lines.append(f"  {run['layers']:<10}{run['compute']:>3}: {_counted(run['operators'])}")
+        if run["views"]:
+            lines.append(f"             views: {_counted(run['views'])}")
+    for step in found["steps"]:
+        peak = step["peak_bytes"] / 2**30
+        lines.append(f"{step['name']:<24}{step['seconds']:.1f} s, peak {peak:.2f} GiB")
+    return lines
+
+
+def _run(layers: str, counts: Counter[str]) -> dict[str, Any]:
+    operators = {name: count for name, count in counts.most_common() if name not in VIEWS}
+    views = {name: count for name, count in counts.most_common() if name in VIEWS}
+    compute = sum(operators.values())
+    return {"layers": layers, "compute": compute, "operators": operators, "views": views}
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -1,0 +1,113 @@
+"""A program and its weights file to the files of one backend, and the manifest's facts of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seekforge.compile import inductor, onnx, profiles, tensorrt
+from seekforge.compile.steps import Steps
+from seekforge.compile.weights import WEIGHTS_NAME
+from seekforge.passes.kv_cache import GraphInput
+from seekforge.passes.program import Program
+from seekforge.runtime.manifest import KVLayout, Limits
+from seekforge.runtime.profiles import profile_to_json
+
+MODEL_NAME = "model.onnx"
+ENGINE_NAME = "model.engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """One engine to be made. folder: holds the weights file, and gets the backend's files.
+
+    target: compute capability, for tensorrt-rtx. logs: folder for the backend's own log.
+    """
+
+    backend: str
+    program: Program
+    inputs: list[GraphInput]
+    folder: Path
+    dtype: str
+    device: str
+    limits: Limits
+    kv: KVLayout
+    target: str
+    logs: Path
+    steps: Steps
+
+
+def lower(job: Lowering) -> dict[str, Any]:
+    """Writes the backend's files; returns fields of the manifest. Raises BuildError."""
+    if job.backend == "inductor":
+        return _inductor(job)
+    if job.backend == "onnxruntime":
+        return _onnxruntime(job)
+    return _tensorrt(job)
+
+
+def _inductor(job: Lowering) -> dict[str, Any]:
+    with job.steps.step("compile"):
+        inductor.lower_inductor(job.program, job.inputs, job.device, job.folder)
+    capability = None
+    if job.device == "cuda":
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return {
+        "backend_version": torch.__version__,
+        "device": job.device,
+        "compute_capability": capability,
+    }
+
+
+def _write_onnx(job: Lowering) -> Any:
+    with job.steps.step("ONNX"):
+        return onnx.write_onnx(
+            job.program, job.inputs, job.folder / WEIGHTS_NAME, job.folder / MODEL_NAME,
+            job.backend,
+        )  # fmt: skip
+
+
+def _onnxruntime(job: Lowering) -> dict[str, Any]:
+    import onnxruntime
+
+    counts: dict[str, int] = {}
+    for node in _write_onnx(job).graph.node:
+        counts[node.op_type] = counts.get(node.op_type, 0) + 1
+    return {
+        "backend_version": onnxruntime.__version__,
+        "device": job.device,
+        "compute_capability": None,
+        "layers": {"onnx": dict(sorted(counts.items(), key=lambda item: -item[1]))},
+    }
+
+
+def _tensorrt(job: Lowering) -> dict[str, Any]:
+    _write_onnx(job)
+    ranges = profiles.make_profiles(job.limits, job.kv)
+    rtx = job.backend == "tensorrt-rtx"
+    with job.steps.step(f"{job.backend} build"):
+        result = tensorrt.build_tensorrt(
+            job.folder / MODEL_NAME,
+            job.folder / ENGINE_NAME,
+            product=job.backend,
+            profiles=ranges,
+            compute_capabilities=[job.target] if rtx else [],
+            log_path=job.logs / f"{job.backend}.log",
+            # Latent attention has heads of 576 values, beyond TensorRT's fused kernels.
+            allow_unfused_attention=job.dtype == "float32" or "latent" in job.kv.pools,
+        )
+    # The engine holds its own copy of the weights; the ONNX files were only the way there.
+    (job.folder / MODEL_NAME).unlink()
+    (job.folder / WEIGHTS_NAME).unlink()
+    return {
+        "backend_version": result.backend_version,
+        "device": "cuda",
+        "compute_capability": job.target if rtx else None,
+        "layers": result.layers,
+        "profiles": tuple(profile_to_json(profile) for profile in ranges),
+        "inputs": result.inputs,
+        "outputs": result.outputs,
+    }

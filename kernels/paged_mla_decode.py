@@ -1,0 +1,205 @@
+"""Absorbed MLA attention over a paged latent cache: the latent is key and value, read once.
+
+    q_latent      [tokens, heads, rank]   q_nope W_UK: the key up-projection folded into the query
+    q_rope        [tokens, heads, rope]
+    latent_pool   [blocks, block_size, rank + rope]   [latent | k_rope] of each token
+    block_tables  [sequences, max_blocks]; context_lens [sequences]; query_start [sequences + 1]
+    y             [tokens, heads, rank]   (W_UV is applied afterwards)
+
+    y_ih = sum_t softmax_t(scale * (q_latent_ih . c_t + q_rope_ih . r_t)) c_t     t <= past + i
+
+Rows are packed as in paged_prefill: row r of a sequence is head r % heads of new token r // heads;
+one tile of 16 or 64 rows reads a part of the context; a second launch merges the parts, with every
+row a program (one program for 16 rows of 512 values, as in paged_decode, would take longer). So
+one pair of kernels serves decodes, chunks and mixtures of them.
+Source: DeepSeek-V2, 2024 (absorption, section 2.1); FlashMLA.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seekforge.kernels.kv_write import kv_write_triton
+from seekforge.kernels.paged_decode import LOG2_E, find_blocks
+from seekforge.kernels.paged_prefill import find_tile
+from seekforge.kernels.triton_support import jit, next_power_of_2, tl
+from seekforge.kernels.tuning import Config, mla_config, multiprocessors
+
+
+@jit
+def paged_mla_kernel(  # type: ignore[no-untyped-def]
+    q_latent, q_rope, pool, y, parts, logs, block_tables, context_lens, query_start, scale,
+    sequences,
+    q_token, q_head, r_token, r_head, block_stride, slot_stride, table_stride, y_token, y_head,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, RANK_DIM: tl.constexpr, RANK: tl.constexpr,
+    ROPE_DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile_at = tl.program_id(0)
+    split = tl.program_id(1)
+    sequence, tile = find_tile(query_start, tile_at, sequences, HEADS, BLOCK_M)
+    start = tl.load(query_start + sequence)
+    new = (tl.load(query_start + sequence + 1) - start).to(tl.int32)
+    past = tl.load(context_lens + sequence).to(tl.int32) - new
+    visible = past + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, new - 1) + 1
+    visible = tl.where(tile * BLOCK_M < new * HEADS, visible, 0)
+    each = tl.cdiv(tl.cdiv(visible, tl.num_programs(1)), BLOCK_N) * BLOCK_N
+    first = split * each
+    last = tl.minimum(first + each, visible)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // HEADS
+    valid = token < new
+    at = start + token
+    own = (at * HEADS + row % HEADS) * tl.num_programs(1) + split
+    if first >= visible:
+        if SPLIT:
+            tl.store(logs + own, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
+        return
+    seen = past + tl.minimum(token, new - 1) + 1
+    c = tl.arange(0, RANK)
+    r = tl.arange(0, ROPE)
+    q_at = at * q_token + (row % HEADS) * q_head
+    latent_query = tl.load(
+        q_latent + q_at[:, None] + c[None, :],
+        mask=valid[:, None] & (c < RANK_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    r_at = at * r_token + (row % HEADS) * r_head
+    rope_query = tl.load(
+        q_rope + r_at[:, None] + r[None, :],
+        mask=valid[:, None] & (r < ROPE_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    # Finite: a later row's whole part of the context may be hidden from an earlier one.
+    highest = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, RANK], tl.float32)
+    upcoming = find_blocks(table, first, last, BLOCK_N, BLOCK_SIZE)
+    for n in range(first, last, BLOCK_N):
+        block = upcoming
+        upcoming = find_blocks(table, n + BLOCK_N, last, BLOCK_N, BLOCK_SIZE)
+        here = n + tl.arange(0, BLOCK_N)
+        base = pool + (block * block_stride + (here % BLOCK_SIZE) * slot_stride)[:, None]
+        if RANK == RANK_DIM:
+            latent = tl.load(base + c[None, :], mask=(here < last)[:, None], other=0.0)
+        else:
+            latent = tl.load(
+                base + c[None, :], mask=(here < last)[:, None] & (c < RANK_DIM)[None, :], other=0.0
+            )
+        rope = tl.load(
+            base + RANK_DIM + r[None, :], mask=(here < last)[:, None] & (r < ROPE_DIM)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        scores = tl.dot(latent_query, tl.trans(latent), input_precision=PRECISION)
+        scores = tl.dot(rope_query, tl.trans(rope), scores, input_precision=PRECISION) * scale
+        hidden = (here[None, :] >= seen[:, None]) | (here >= last)[None, :]
+        scores = tl.where(hidden, float("-inf"), scores)
+        top = tl.maximum(highest, tl.max(scores, axis=1))
+        shrink = tl.exp2(highest - top)
+        weight = tl.exp2(scores - top[:, None])
+        total = total * shrink + tl.sum(weight, axis=1)
+        acc = tl.dot(
+            weight.to(latent.dtype), latent, acc * shrink[:, None], input_precision=PRECISION
+        )
+        highest = top
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+
+    inside = valid[:, None] & (c < RANK_DIM)[None, :]
+    if SPLIT:
+        tl.store(parts + own[:, None] * RANK_DIM + c[None, :], acc, mask=inside)
+        log = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
+        tl.store(logs + own, log, mask=valid)
+    else:
+        y_at = at * y_token + (row % HEADS) * y_head
+        tl.store(y + y_at[:, None] + c[None, :], acc.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def merge_kernel(  # type: ignore[no-untyped-def]
+    parts, logs, y, splits, y_token, y_head, HEADS: tl.constexpr, DIM: tl.constexpr,
+    PAD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """parts [rows, splits, DIM] and logs [rows, splits] -> y, one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    d = tl.arange(0, PAD)
+    log = tl.load(logs + row * splits + split, mask=split < splits, other=float("-inf"))
+    weight = tl.exp2(log - tl.maximum(tl.max(log, axis=0), -1e30))
+    part = tl.load(
+        parts + (row * splits + split)[:, None] * DIM + d[None, :],
+        mask=(log > float("-inf"))[:, None] & (d < DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    merged = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    y_at = y + row // HEADS * y_token + row % HEADS * y_head
+    tl.store(y_at + d, merged.to(y.dtype.element_ty), mask=d < DIM)
+
+
+def paged_mla_decode_triton(
+    q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, block_tables: Tensor,
+    context_lens: Tensor, query_start: Tensor, scale: float, y: Tensor, config: Config | None = None,
+) -> None:  # fmt: skip
+    """Fills y's rows of all sequences; rows of no sequence are left with any value."""
+    tokens, heads, rank = q_latent.shape
+    block_size, width = latent_pool.shape[1:]
+    sequences = block_tables.shape[0]
+    rope = width - rank
+    config = config or mla_config(
+        str(q_latent.dtype).removeprefix("torch."), tokens=tokens, sequences=sequences,
+        heads=heads, context=block_tables.shape[1] * block_size,
+        processors=multiprocessors(q_latent.device),
+    )  # fmt: skip
+    splits = config.splits
+    tiles = tokens * heads // config.block_m + (sequences if heads % config.block_m else 0)
+    parts = q_latent.new_empty(tokens * heads * splits * rank, dtype=torch.float32)
+    logs = q_latent.new_empty(tokens * heads * splits, dtype=torch.float32)
+    paged_mla_kernel[(tiles, splits)](
+        q_latent, q_rope, latent_pool, y, parts, logs, block_tables, context_lens, query_start,
+        scale * LOG2_E, sequences,
+        q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1),
+        latent_pool.stride(0), latent_pool.stride(1), block_tables.stride(0),
+        y.stride(0), y.stride(1),
+        BLOCK_SIZE=block_size, HEADS=heads, RANK_DIM=rank, RANK=next_power_of_2(max(rank, 16)),
+        ROPE_DIM=rope, ROPE=next_power_of_2(max(rope, 16)),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=splits > 1,
+        PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[(tokens * heads,)](
+            parts, logs, y, splits, y.stride(0), y.stride(1), HEADS=heads, DIM=rank,
+            PAD=next_power_of_2(rank), SPLITS=next_power_of_2(splits),
+            num_warps=4,
+        )  # fmt: skip
+
+
+def paged_mla_attention_triton(
+    q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, latent_pool: Tensor,
+    slot_mapping: Tensor, block_tables: Tensor, context_lens: Tensor, query_start: Tensor,
+    kv_b: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """paged_mla_attention: write, fold W_UK into the query, attend, apply W_UV.
+
+    Chunks of several tokens are absorbed too: decompressing them needs the lengths on the host.
+    """
+    tokens, heads, nope = q_nope.shape
+    rank = latent.shape[-1]
+    up = kv_b.view(heads, -1, rank)  # each head: nope rows of W_UK, then v_dim rows of W_UV
+    y = q_nope.new_empty(tokens, heads, up.shape[1] - nope)
+    if tokens == 0:
+        return y
+    pool = latent_pool.unsqueeze(2)
+    kv_write_triton(
+        latent.unsqueeze(1), k_rope.unsqueeze(1), pool[..., :rank], pool[..., rank:],
+        slot_mapping, slot_mapping.new_empty(0, dtype=torch.int32),
+    )  # fmt: skip
+    q_rope, block_tables = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (q_rope, block_tables)
+    )
+    q_latent = torch.bmm(q_nope.transpose(0, 1), up[:, :nope]).transpose(0, 1)
+    mixed = q_nope.new_empty(heads, tokens, rank)
+    paged_mla_decode_triton(
+        q_latent, q_rope, latent_pool, block_tables, context_lens.contiguous(),
+        query_start.contiguous(), scale, mixed.transpose(0, 1),
+    )  # fmt: skip
+    torch.bmm(mixed, up[:, nope:].transpose(1, 2), out=y.transpose(0, 1))
+    return y

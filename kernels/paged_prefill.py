@@ -1,0 +1,161 @@
+"""Prefill attention over a paged KV cache: chunks of several tokens, each with its paged prefix.
+
+    q               [tokens, heads, qk_dim]
+    k_pool, v_pool  [blocks, block_size, kv_heads, qk_dim | v_dim]   the chunk's own tokens included
+    block_tables    [sequences, max_blocks]; context_lens [sequences]; query_start [sequences + 1]
+    y               [tokens, heads, v_dim]
+
+    y_ih = sum_t softmax_t(scale * q_ih . k_t) v_t     t <= context - new + i: bottom-right aligned
+
+A tile has BLOCK_M rows; row r is query head r % group of new token r // group, so that any group
+size fills it and K and V are read once for the whole group. Sequence i owns the tiles from
+query_start[i] * group // BLOCK_M + i on: an upper bound that needs no knowledge of the lengths on
+the host; the tiles beyond its rows do nothing. Late tiles see the most context and start first.
+Source: Dao, "FlashAttention-2", 2023.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seekforge.kernels.paged_decode import LOG2_E, find_blocks
+from seekforge.kernels.triton_support import jit, next_power_of_2, tl
+from seekforge.kernels.tuning import Config, prefill_config
+
+
+@jit
+def find_tile(query_start, tile, sequences, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sequence that owns a tile, and the tile's number within it."""
+    spare: tl.constexpr = 0 if GROUP % BLOCK_M == 0 else 1  # a part of a tile in each sequence
+    low = 0
+    high = sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(query_start + middle) * GROUP // BLOCK_M + middle * spare <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    first = tl.load(query_start + low) * GROUP // BLOCK_M + low * spare
+    return low, (tile - first).to(tl.int32)
+
+
+@jit
+def attend(  # type: ignore[no-untyped-def]
+    query, acc, highest, total, k_base, v_base, table, seen, first, last, scale,
+    k_block, k_slot, v_block, v_slot,
+    BLOCK_SIZE: tl.constexpr, QK_DIM: tl.constexpr, QK: tl.constexpr, V_DIM: tl.constexpr,
+    V: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Tokens first:last of the context; `seen` [BLOCK_M] tokens are visible to each row."""
+    d = tl.arange(0, QK)
+    dv = tl.arange(0, V)
+    upcoming = find_blocks(table, first, last, BLOCK_N, BLOCK_SIZE)
+    for n in range(first, last, BLOCK_N):
+        block = upcoming
+        upcoming = find_blocks(table, n + BLOCK_N, last, BLOCK_N, BLOCK_SIZE)
+        at = n + tl.arange(0, BLOCK_N)
+        k_at = (block * k_block + (at % BLOCK_SIZE) * k_slot)[:, None] + d[None, :]
+        v_at = (block * v_block + (at % BLOCK_SIZE) * v_slot)[:, None] + dv[None, :]
+        if QK_DIM == QK:
+            keys = tl.load(k_base + k_at)
+        else:
+            keys = tl.load(k_base + k_at, mask=(d < QK_DIM)[None, :], other=0.0)
+        if MASKED:
+            inside = (at < last)[:, None] & (dv < V_DIM)[None, :]
+            values = tl.load(v_base + v_at, mask=inside, other=0.0)
+        else:
+            if V_DIM == V:
+                values = tl.load(v_base + v_at)
+            else:
+                values = tl.load(v_base + v_at, mask=(dv < V_DIM)[None, :], other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        if MASKED:
+            scores = tl.where(at[None, :] < seen[:, None], scores, float("-inf"))
+        top = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+        weight = tl.exp2(scores * scale - top[:, None])
+        shrink = tl.exp2(highest - top)
+        total = total * shrink + tl.sum(weight, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+        highest = top
+    return acc, highest, total
+
+
+@jit
+def paged_prefill_kernel(  # type: ignore[no-untyped-def]
+    q, k_pool, v_pool, y, block_tables, context_lens, query_start, scale, sequences, least,
+    q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride, y_token,
+    y_head,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, QK_DIM: tl.constexpr, QK: tl.constexpr,
+    V_DIM: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    sequence, tile = find_tile(query_start, tile, sequences, GROUP, BLOCK_M)
+    start = tl.load(query_start + sequence)
+    new = (tl.load(query_start + sequence + 1) - start).to(tl.int32)
+    if new < least:
+        return
+    if tile * BLOCK_M >= new * GROUP:
+        return
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    valid = token < new
+    past = tl.load(context_lens + sequence).to(tl.int32) - new
+    seen = past + tl.minimum(token, new - 1) + 1
+    by_all = past + tile * BLOCK_M // GROUP + 1  # visible to every row
+    by_any = past + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, new - 1) + 1
+    whole = by_all // BLOCK_N * BLOCK_N
+
+    d = tl.arange(0, QK)
+    dv = tl.arange(0, V)
+    q_at = (start + token) * q_token + (head * GROUP + row % GROUP) * q_head
+    query = tl.load(
+        q + q_at[:, None] + d[None, :], mask=valid[:, None] & (d < QK_DIM)[None, :], other=0.0
+    )
+    k_base = k_pool + head * k_head
+    v_base = v_pool + head * v_head
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, V], tl.float32)
+    acc, highest, total = attend(
+        query, acc, highest, total, k_base, v_base, table, seen, 0, whole, scale,
+        k_block, k_slot, v_block, v_slot,
+        BLOCK_SIZE, QK_DIM, QK, V_DIM, V, BLOCK_N, False, PRECISION,
+    )  # fmt: skip
+    acc, highest, total = attend(
+        query, acc, highest, total, k_base, v_base, table, seen, whole, by_any, scale,
+        k_block, k_slot, v_block, v_slot,
+        BLOCK_SIZE, QK_DIM, QK, V_DIM, V, BLOCK_N, True, PRECISION,
+    )  # fmt: skip
+    y_at = (start + token) * y_token + (head * GROUP + row % GROUP) * y_head
+    tl.store(
+        y + y_at[:, None] + dv[None, :], (acc / total[:, None]).to(y.dtype.element_ty),
+        mask=valid[:, None] & (dv < V_DIM)[None, :],
+    )  # fmt: skip
+
+
+def paged_prefill_triton(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, block_tables: Tensor, context_lens: Tensor,
+    query_start: Tensor, scale: float, y: Tensor, least: int,
+    config: Config | None = None,
+) -> None:  # fmt: skip
+    """Fills y's rows of the sequences with at least `least` new tokens."""
+    tokens, heads, qk_dim = q.shape
+    block_size, kv_heads = k_pool.shape[1:3]
+    sequences, v_dim, group = block_tables.shape[0], v_pool.shape[3], heads // kv_heads
+    config = config or prefill_config(str(q.dtype).removeprefix("torch."), max(qk_dim, v_dim))
+    tiles = tokens * group // config.block_m + sequences
+    paged_prefill_kernel[(kv_heads, tiles)](
+        q, k_pool, v_pool, y, block_tables, context_lens, query_start, scale * LOG2_E, sequences,
+        least, q.stride(0), q.stride(1), *k_pool.stride()[:3], *v_pool.stride()[:3],
+        block_tables.stride(0), y.stride(0), y.stride(1),
+        BLOCK_SIZE=block_size, GROUP=group,
+        QK_DIM=qk_dim, QK=next_power_of_2(max(qk_dim, 16)),
+        V_DIM=v_dim, V=next_power_of_2(max(v_dim, 16)),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
