@@ -93,12 +93,10 @@ def decode_row(
     reference = torch.einsum("bkgs,bskd->bkgd", weights, values).reshape(few, heads, DIM)
     del keys, values, weights, wide
     count, notes = copies(nbytes), {}
-    y, counters = torch.empty_like(q), torch.zeros(batch * kv_heads, dtype=torch.int32).cuda()
+    y = torch.empty_like(q)
 
     def ours(config: Config | None, given: list[Tensor]) -> Tensor:
-        paged_decode_triton(
-            q, *given, table, lens, starts, DIM**-0.5, y, counters, True, *scales, config
-        )
+        paged_decode_triton(q, *given, table, lens, starts, DIM**-0.5, y, True, *scales, config)
         return y
 
     def candidates() -> Iterator[Candidate]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,12 @@ from seekforge.compile.lower import Lowering, lower
 from seekforge.compile.prompts import PROMPTS
 from seekforge.compile.steps import Steps
 from seekforge.compile.weights import WEIGHTS_NAME, recipe, write_weights
+from seekforge.compile.workspace import check_workspace
 from seekforge.kernels.errors import BuildError, InputError
 from seekforge.models.checkpoint import Checkpoint, open_checkpoint
 from seekforge.models.families import expected_fusions
 from seekforge.models.spec import check_max_len
+from seekforge.passes.int4 import Int4Options, int4_sizes, int4_tensors, sign_int4
 from seekforge.passes.kv_cache import GraphInput, graph_outputs
 from seekforge.passes.pipeline import run_pipeline
 from seekforge.passes.program import Program
@@ -49,6 +51,7 @@ from seekforge.runtime.manifest import (
     write_manifest,
 )
 
+QUANTISATIONS = ("rtn-int4", "awq-int4")
 FORMS = {
     "inductor": "ragged",
     "onnxruntime": "padded",
@@ -64,7 +67,8 @@ class Options:
     dtype "auto": float32 on the CPU, the checkpoint's own on a GPU, float16 for TensorRT.
 
     max_len: tokens of a sequence; None: the model's own, at most 2048. max_chunk: prefill tokens of
-    a step. target: compute capability of tensorrt-rtx engines.
+    a step. target: compute capability of tensorrt-rtx engines. quant: one of QUANTISATIONS, with
+    the details in `int4`.
     """
 
     backends: tuple[str, ...] = ("inductor", "onnxruntime", "tensorrt-rtx")
@@ -76,6 +80,8 @@ class Options:
     block_size: int = 16
     target: str = "8.9"
     verify: bool = True
+    quant: str | None = None
+    int4: Int4Options = field(default_factory=Int4Options)
 
     def __post_init__(self) -> None:
         for backend in self.backends:
@@ -87,6 +93,10 @@ class Options:
             raise InputError(f"--dtype {self.dtype}: unknown; one of auto, {', '.join(DTYPES)}")
         if self.device not in ("cpu", "cuda"):
             raise InputError(f"--device {self.device}: unknown; cpu or cuda")
+        if self.quant not in (None, *QUANTISATIONS):
+            raise InputError(f"--quant {self.quant}: unknown; one of {', '.join(QUANTISATIONS)}")
+        if self.int4.group_size < 16 or self.int4.group_size % 2:
+            raise InputError(f"--group-size {self.int4.group_size}: 32, 64 or 128 was expected")
         for name in ("max_batch", "max_len", "max_chunk", "block_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -135,7 +145,7 @@ class _Job:
         first = len(self.steps.done)
         dtype = self._dtype(backend)
         with atomic_directory(self.out / backend) as folder:
-            program, inputs, passes = self._program(FORMS[backend], dtype)
+            program, inputs, passes = self._program(backend, dtype)
             if not link_weights(self.out, folder, recipe(program, self.checkpoint)):
                 with self.steps.step("weights"):
                     write_weights(program, self.checkpoint, folder / WEIGHTS_NAME)
@@ -169,18 +179,37 @@ class _Job:
         stored = str(self.checkpoint.config.dtype).removeprefix("torch.")
         return stored if stored in DTYPES else "bfloat16"
 
-    def _program(self, form: str, dtype: str) -> tuple[Program, list[GraphInput], list[PassResult]]:
+    def _program(
+        self, backend: str, dtype: str
+    ) -> tuple[Program, list[GraphInput], list[PassResult]]:
         with self.steps.step("export"):
             program = export_checkpoint(self.checkpoint, dtype, self.limits.max_len)
         with self.steps.step("passes"):
             passes, inputs = run_pipeline(
-                program, form, self.limits.max_len, expected_fusions(self.checkpoint.spec)
+                program,
+                FORMS[backend],
+                self.limits.max_len,
+                expected_fusions(self.checkpoint.spec),
+                self._int4(backend),
             )
+            workspace = None
+            if FORMS[backend] == "padded":
+                workspace = check_workspace(program, self.limits, backend)
+            if backend.startswith("tensorrt"):
+                sign_int4(program)  # ONNX's own INT4 type
         fired = ", ".join(
             f"{p.name} {p.fired}" for p in passes if "clean" not in p.name and p.name != "normalise"
         )
         self.steps.console.print(f"    {fired}", highlight=False, style="dim")
+        if workspace is not None:
+            self.steps.console.print(
+                f"    largest temporary {workspace.bytes / 1e6:.0f} MB: {workspace.what}",
+                highlight=False, style="dim",
+            )  # fmt: skip
         return program, inputs, passes
+
+    def _int4(self, backend: str) -> Int4Options | None:
+        return None if self.options.quant is None else self.options.int4
 
     def _kv(self, backend: str, dtype: str) -> KVLayout:
         return KVLayout(
@@ -215,7 +244,7 @@ class _Job:
             limits=self.limits,
             kv=kv,
             generation=Generation(checkpoint.eos_token_ids, checkpoint.bos_token_id, None),
-            quantization=None,
+            quantization=self._quantization(program),
             passes=tuple(dataclasses.asdict(result) for result in passes),
             receipt=None,
             steps=(),
@@ -228,6 +257,19 @@ class _Job:
                 **facts,
             },
         )
+
+    def _quantization(self, program: Program) -> dict[str, Any] | None:
+        if self.options.quant is None:
+            return None
+        options = self.options.int4
+        return {
+            "method": self.options.quant,
+            "group_size": options.group_size,
+            "symmetric": options.symmetric,
+            "skip": list(options.skip),
+            "group_sizes": int4_sizes(program),
+            "tensors": int4_tensors(program),
+        }
 
     def _verify(self, backend: str, folder: Path) -> dict[str, Any]:
         """Compares the engine with eager: its receipt. One that can't run here says so in it."""

@@ -72,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--max-chunk", type=int, default=512, help="prefill tokens of one step")
     build.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
     build.add_argument("--target", default="8.9", help="compute capability for tensorrt-rtx")
+    build.add_argument("--quant", metavar="METHOD", help="rtn-int4 or awq-int4; default: none")
+    build.add_argument("--group-size", type=int, default=128, help="weights that share a scale")
+    build.add_argument("--asymmetric", action="store_true", help="INT4 with zero points")
+    build.add_argument(
+        "--skip", action="append", default=[], metavar="MODULE",
+        help="leave modules of this dotted name unquantised; lm_head always is",
+    )  # fmt: skip
     build.add_argument("--no-verify", action="store_true", help="skip the comparison with eager")
     _json_flag(build)
     build.set_defaults(run=_build)
@@ -152,6 +159,7 @@ def _export(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     from seekforge.compile.build import Options, build
     from seekforge.models.default import resolve_checkpoint
+    from seekforge.passes.int4 import Int4Options
 
     given = [name for value in args.backend or [] for name in value.replace(" ", ",").split(",")]
     backends = tuple(name for name in dict.fromkeys(given) if name) or Options().backends
@@ -165,6 +173,8 @@ def _build(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         target=args.target,
         verify=not args.no_verify,
+        quant=args.quant,
+        int4=Int4Options(args.group_size, not args.asymmetric, ("lm_head", *args.skip)),
     )
     engines = build(resolve_checkpoint(args.checkpoint), args.out, options)
     if args.json:

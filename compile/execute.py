@@ -12,11 +12,15 @@ import torch
 from torch import Tensor, fx
 
 from seekforge.compile.weights import read_pieces
+from seekforge.kernels.int4 import Int4
 from seekforge.passes.program import Program
 
 
 def materialise(
-    program: Program, read: Callable[[str], Tensor], device: str = "cpu"
+    program: Program,
+    read: Callable[[str], Tensor],
+    device: str = "cpu",
+    int4: Callable[[str, int, bool, torch.dtype], Int4] | None = None,
 ) -> fx.GraphModule:
     """The graph with real weights, as a copy that later passes don't change.
 
@@ -25,7 +29,9 @@ def materialise(
     """
     weights: dict[str, Tensor] = {}
     for name in program.weights:
-        pieces = [piece[name] for piece in read_pieces(program, [name], read)]
+        pieces = [
+            piece[name] for piece in read_pieces(program, _together(program, name), read, int4)
+        ]
         whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         meta = program.tensor(name)
         assert whole.numel() == meta.numel(), f"{name}: {tuple(whole.shape)}, {tuple(meta.shape)}"
@@ -33,6 +39,14 @@ def materialise(
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
     return fx.GraphModule(weights, graph)
+
+
+def _together(program: Program, name: str) -> list[str]:
+    """`name`, and for a part of an INT4 weight the other parts: they are made in one go."""
+    weight = program.weights[name]
+    if weight.int4 is None:
+        return [name]
+    return [n for n, w in program.weights.items() if w.int4 and w.sources == weight.sources]
 
 
 def run(program: Program, read: Callable[[str], Tensor], *inputs: object) -> tuple[Tensor, ...]:

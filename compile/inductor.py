@@ -25,6 +25,7 @@ from torch import fx, nn
 from seekforge.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from seekforge.kernels.errors import BuildError
 from seekforge.kernels.gemv import gemv
+from seekforge.kernels.int4_moe_experts import int4_moe_experts, one_token_int4_experts
 from seekforge.kernels.moe_experts import moe_experts, one_token_experts
 from seekforge.kernels.moe_route import moe_route, moe_route_reference
 from seekforge.kernels.paged_attention import one_token_attention, paged_attention
@@ -49,6 +50,7 @@ ONE_TOKEN_INLINED: dict[Any, Callable[..., Any]] = {
     paged_mla_attention: one_token_mla_attention,
     moe_route: moe_route_reference,
     moe_experts: one_token_experts,
+    int4_moe_experts: one_token_int4_experts,
 }
 ONE_TOKEN = {"tokens": 1, "sequences": 1, "sequences_plus_1": 2, "rows": 1}
 CONFIG = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}

@@ -11,13 +11,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from seekforge.models.checkpoint import Checkpoint
-from seekforge.passes.program import Program
+from seekforge.kernels.int4 import Int4, quantise
+from seekforge.passes.program import Int4Part, Program
 
 WEIGHTS_NAME = "weights.safetensors"
 DTYPE_NAMES = {
@@ -25,11 +25,25 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
 }  # fmt: skip
 ALIGNMENT = 64
+SIGNED = 0x88  # XOR: a byte of two nibbles 0..15 to one of two signed INT4, minus 8
+
+
+class Source(Protocol):
+    """Where weights come from: a checkpoint, or one that calibration has smoothed."""
+
+    def digest(self) -> str:
+        """Equal digests mean equal tensors."""
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its stored name."""
+
+    def int4(self, name: str, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4:
+        """The same tensor in INT4, with scales in `dtype`."""
 
 
 def write_weights(
     program: Program,
-    checkpoint: Checkpoint,
+    checkpoint: Source,
     path: Path,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
@@ -55,7 +69,7 @@ def write_weights(
         start = file.tell()
         for group in _by_sources(program, names):
             at = {name: start + header[name]["data_offsets"][0] for name in group}
-            for pieces in read_pieces(program, group, checkpoint.read):
+            for pieces in read_pieces(program, group, checkpoint.read, checkpoint.int4):
                 for name, piece in pieces.items():
                     file.seek(at[name])
                     file.write(piece.contiguous().flatten().view(torch.uint8).numpy().data)
@@ -75,28 +89,53 @@ def _by_sources(program: Program, names: Sequence[str]) -> list[list[str]]:
 
 
 def read_pieces(
-    program: Program, names: Sequence[str], read: Callable[[str], Tensor]
+    program: Program,
+    names: Sequence[str],
+    read: Callable[[str], Tensor],
+    int4: Callable[[str, int, bool, torch.dtype], Int4] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """The weights `names`, which have the same sources, piece by piece along dimension 0.
 
-    read: checkpoint tensor by name. Only one checkpoint tensor is in memory at a time.
+    read, int4: as in `Source`; without int4, what `read` gives is rounded to nearest. Only one
+    checkpoint tensor is in memory at a time.
     """
     weights = {name: program.weights[name] for name in names}
     dtypes = {name: program.tensor(name).dtype for name in names}
     first = weights[names[0]]
     if first.value is not None:
         yield {name: weight.value.to(dtypes[name]) for name, weight in weights.items()}  # type: ignore[union-attr]
+    packed = {name: weight.int4 for name, weight in weights.items() if weight.int4 is not None}
     for source in first.sources:
-        tensor = read(source)
-        yield {name: tensor.to(dtypes[name]) for name in names}
+        pieces: dict[str, Tensor] = {}
+        if len(packed) < len(names):
+            tensor = read(source)
+            pieces = {name: tensor.to(dtypes[name]) for name in names if name not in packed}
+        for size, symmetric in {(part.group_size, part.symmetric) for part in packed.values()}:
+            dtype = next(dtypes[name] for name, part in packed.items() if part.part == "scales")
+            if int4 is None:
+                whole = quantise(read(source).to(dtype), size, symmetric)
+            else:
+                whole = int4(source, size, symmetric, dtype)
+            for name, part in packed.items():
+                if (part.group_size, part.symmetric) == (size, symmetric):
+                    pieces[name] = _part(whole, part)
+        yield pieces
 
 
-def recipe(program: Program, checkpoint: Checkpoint) -> str:
+def _part(whole: Int4, part: Int4Part) -> Tensor:
+    tensor = getattr(whole, part.part)
+    assert isinstance(tensor, Tensor), f"{part}: {whole}"
+    return tensor ^ SIGNED if part.signed else tensor
+
+
+def recipe(program: Program, checkpoint: Source) -> str:
     """sha256 of all that decides the file's bytes: the checkpoint, and how weights are made."""
     digest = hashlib.sha256(checkpoint.digest().encode())
     for name, weight in sorted(program.weights.items()):
         meta = program.tensor(name)
-        digest.update(f"{name} {meta.dtype} {tuple(meta.shape)} {weight.sources}\n".encode())
+        digest.update(
+            f"{name} {meta.dtype} {tuple(meta.shape)} {weight.sources} {weight.int4}\n".encode()
+        )
         if weight.value is not None:
             digest.update(weight.value.contiguous().numpy().tobytes())
     return digest.hexdigest()

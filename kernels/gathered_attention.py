@@ -31,7 +31,9 @@ def gathered_attention_reference(
     keys = torch.cat((k_pool[block_tables].flatten(1, 2).masked_fill(stale, 0), k), 1)
     values = torch.cat((v_pool[block_tables].flatten(1, 2).masked_fill(stale, 0), v), 1)
     causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
-    mask = torch.cat((cached[:, None, None].expand(-1, 1, seq, -1), causal.expand(q.shape[0], 1, -1, -1)), -1)
+    mask = torch.cat(
+        (cached[:, None, None].expand(-1, 1, seq, -1), causal.expand(q.shape[0], 1, -1, -1)), -1
+    )
     y = scaled_dot_product_attention(
         q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
         attn_mask=mask, scale=scale, enable_gqa=True,

@@ -59,9 +59,9 @@ def group_size_of(in_features: int, wanted: int) -> int | None:
     """The group size used for rows of `in_features` weights where `wanted` was asked for.
 
     `wanted` itself if it divides; else the whole row if it is shorter than `wanted`; else the
-    largest power of two from 32 on that divides; else the largest even divisor from 16 on; else None:
-    such a weight stays as it is (also every odd in_features). 320 at 128 -> 64, 10944 -> 64,
-    72 at 128 -> 72, 72 at 64 -> 36, 16 -> 16, 193 -> None.
+    largest power of two from 32 on that divides; else the largest even divisor from 16 on; else
+    None: such a weight stays as it is (also every odd in_features). 320 at 128 -> 64,
+    10944 -> 64, 72 at 128 -> 72, 72 at 64 -> 36, 16 -> 16, 193 -> None.
     """
     if in_features % 2:
         return None
@@ -84,15 +84,16 @@ def quantise(
     a weight is not finite.
     """
     _check(weight, group_size)
-    scales, zeros = _scales(groups_of(weight, group_size, clip), symmetric, weight.dtype)
-    q = _round(groups_of(weight, group_size, clip), scales, zeros)
+    values = clipped_groups(weight, group_size, clip)
+    scales, zeros = _scales(values, symmetric, weight.dtype)
+    q = _round(values, scales, zeros)
     return Int4(pack(q.to(torch.uint8).flatten(-2)), scales, zeros)
 
 
 def dequantise(weight: Int4, dtype: torch.dtype | None = None) -> Tensor:
     """The weight that `weight` stands for, [..., out_features, in_features], rounded once to
     `dtype` (the scales' where None)."""
-    q = unpack(weight.qweight).unflatten(-1, (-1, weight.group_size)).float()
+    q = grouped(unpack(weight.qweight), weight.scales.shape[-1]).float()
     q -= SYMMETRIC_ZERO if weight.zeros is None else weight.zeros[..., None].float()
     q *= weight.scales[..., None].float()
     return q.flatten(-2).to(dtype or weight.scales.dtype)
@@ -106,9 +107,9 @@ def fake_quantise(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """dequantise(quantise(weight)) in fp32, without packing; scales are rounded to `dtype`."""
-    grouped = groups_of(weight, group_size, clip)
-    scales, zeros = _scales(grouped, symmetric, dtype)
-    q = _round(grouped, scales, zeros)
+    values = clipped_groups(weight, group_size, clip)
+    scales, zeros = _scales(values, symmetric, dtype)
+    q = _round(values, scales, zeros)
     q -= SYMMETRIC_ZERO if zeros is None else zeros[..., None].float()
     q *= scales[..., None].float()
     return q.flatten(-2)
@@ -124,20 +125,23 @@ def unpack(qweight: Tensor) -> Tensor:
     return torch.stack((qweight & 15, qweight >> 4), -1).flatten(-2)
 
 
-def groups_of(weight: Tensor, group_size: int, clip: Tensor | None = None) -> Tensor:
+def grouped(x: Tensor, groups: int) -> Tensor:
+    """[..., groups * size] -> [..., groups, size]."""
+    return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+
+
+def clipped_groups(weight: Tensor, group_size: int, clip: Tensor | None = None) -> Tensor:
     """fp32 view or copy [..., out_features, groups, group_size], clipped where told."""
-    grouped = weight.float().unflatten(-1, (-1, group_size))
+    values = grouped(weight.float(), weight.shape[-1] // group_size)
     if clip is None:
-        return grouped
+        return values
     bound = clip[..., None].float()
-    return torch.minimum(torch.maximum(grouped, -bound), bound)
+    return torch.minimum(torch.maximum(values, -bound), bound)
 
 
-def _scales(
-    grouped: Tensor, symmetric: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Scales in `dtype` and zeros of grouped weights [..., groups, group_size]."""
-    low, high = torch.aminmax(grouped, dim=-1)
+def _scales(values: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Scales in `dtype` and zeros of weights [..., groups, group_size]."""
+    low, high = torch.aminmax(values, dim=-1)
     if symmetric:
         return _stored(torch.maximum(high / 7.5, low / -8.5), dtype), None
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -151,9 +155,9 @@ def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(stored < torch.finfo(dtype).tiny, 1.0, stored)
 
 
-def _round(grouped: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def _round(values: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """q as fp32 numbers 0..15, in new memory."""
-    q = grouped / scales[..., None].float()
+    q = values / scales[..., None].float()
     q.round_()
     q += SYMMETRIC_ZERO if zeros is None else zeros[..., None].float()
     return q.clamp_(0, 15)
@@ -162,8 +166,8 @@ def _round(grouped: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
 def _check(weight: Tensor, group_size: int) -> None:
     if group_size < 2 or weight.shape[-1] % group_size or weight.shape[-1] % 2:
         raise InputError(
-            f"INT4: group size {group_size} does not divide the {weight.shape[-1]} input features of "
-            f"a weight {tuple(weight.shape)}; ask `group_size_of` which one does."
+            f"INT4: group size {group_size} does not divide the {weight.shape[-1]} input features "
+            f"of a weight {tuple(weight.shape)}; ask `group_size_of` which one does."
         )
     if not bool(weight.isfinite().all()):
         bad = int((~weight.isfinite()).sum())

@@ -1,13 +1,13 @@
 """Writes the new tokens' keys and values into paged pools, quantised where the pools are.
 
     k, v            [tokens, kv_heads, qk_dim | v_dim]
-    k_pool, v_pool  [blocks, block_size, kv_heads, qk_dim | v_dim]   k's dtype, int8 or float8_e4m3fn
+    k_pool, v_pool  [blocks, block_size, kv_heads, qk_dim | v_dim]  k's dtype, int8, float8_e4m3fn
     slot_mapping    [tokens]  block * block_size + offset; negative: not written
     INT8            scales [blocks, block_size, kv_heads] fp32, written: max |x| / 127 over the head
     FP8             scales [kv_heads] fp32, read: stored = x / scale, saturated at 448
 
-One launch. It also clears `counters` (int32), which the split attention kernels count arrivals in,
-so that they need no launch of their own for it.
+One launch, which lets the next kernel start early (see split_merge.py): that one must wait before
+it reads the pools.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from seekforge.kernels.triton_support import jit, next_power_of_2, tl
+from seekforge.kernels.tuning import overlaps_launches
 
 FP8_MAX = 448.0
 
 
 @jit
 def _store_heads(  # type: ignore[no-untyped-def]
-    x, x_head, pool, pool_head, scale, scale_head, heads, dim,
+    x, x_head, pool, pool_head, scale, heads, dim,
     HEADS: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """One token's heads: x + head * x_head -> pool + head * pool_head, each `dim` values."""
@@ -33,7 +34,7 @@ def _store_heads(  # type: ignore[no-untyped-def]
     if KIND == "int8":
         wide = value.to(tl.float32)
         top = tl.maximum(tl.max(tl.abs(wide), axis=1) / 127.0, 1e-12)
-        tl.store(scale + tl.arange(0, HEADS) * scale_head, top, mask=tl.arange(0, HEADS) < heads)
+        tl.store(scale + tl.arange(0, HEADS), top, mask=tl.arange(0, HEADS) < heads)
         # Round half away from zero, in plain operations that every target has.
         scaled = wide / top[:, None]
         scaled = tl.where(scaled < 0, scaled - 0.5, scaled + 0.5)
@@ -47,34 +48,33 @@ def _store_heads(  # type: ignore[no-untyped-def]
 
 @jit
 def kv_write_kernel(  # type: ignore[no-untyped-def]
-    k, v, k_pool, v_pool, k_scale, v_scale, slot_mapping, counters, tokens, count,
+    k, v, k_pool, v_pool, k_scale, v_scale, slot_mapping,
     k_token, k_head, v_token, v_head, slot_stride,
     k_block, k_slot, k_pool_head, v_block, v_slot, v_pool_head,
     heads, qk_dim, v_dim, block_size,
     HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr, KIND: tl.constexpr,
-    COUNTERS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    at = token * COUNTERS + tl.arange(0, COUNTERS)
-    tl.store(counters + at, tl.zeros([COUNTERS], tl.int32), mask=at < count)
-    if token < tokens:
-        slot = tl.load(slot_mapping + token * slot_stride)
-        if slot >= 0:
-            block = slot // block_size
-            offset = slot % block_size
-            k_scales = k_scale
-            v_scales = v_scale
-            if KIND == "int8":
-                k_scales += slot * heads
-                v_scales += slot * heads
-            _store_heads(
-                k + token * k_token, k_head, k_pool + block * k_block + offset * k_slot,
-                k_pool_head, k_scales, 1, heads, qk_dim, HEADS, QK, KIND,
-            )  # fmt: skip
-            _store_heads(
-                v + token * v_token, v_head, v_pool + block * v_block + offset * v_slot,
-                v_pool_head, v_scales, 1, heads, v_dim, HEADS, V, KIND,
-            )  # fmt: skip
+    slot = tl.load(slot_mapping + token * slot_stride)
+    if slot >= 0:
+        block = slot // block_size
+        offset = slot % block_size
+        k_scales = k_scale
+        v_scales = v_scale
+        if KIND == "int8":
+            k_scales += slot * heads
+            v_scales += slot * heads
+        _store_heads(
+            k + token * k_token, k_head, k_pool + block * k_block + offset * k_slot,
+            k_pool_head, k_scales, heads, qk_dim, HEADS, QK, KIND,
+        )  # fmt: skip
+        _store_heads(
+            v + token * v_token, v_head, v_pool + block * v_block + offset * v_slot,
+            v_pool_head, v_scales, heads, v_dim, HEADS, V, KIND,
+        )  # fmt: skip
 
 
 def pool_kind(pool: Tensor) -> str:
@@ -83,21 +83,20 @@ def pool_kind(pool: Tensor) -> str:
 
 
 def kv_write_triton(
-    k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor, counters: Tensor,
+    k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """counters [n] int32 becomes zero. Scales as above, contiguous; None for plain pools."""
+    """Scales as above, contiguous; None for plain pools."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     tokens, heads, qk_dim = k.shape
-    each = 128
-    programs = max(tokens, -(-counters.numel() // each))
-    kv_write_kernel[(programs,)](
+    overlap = overlaps_launches(k.device)
+    kv_write_kernel[(tokens,)](
         k, v, k_pool, v_pool,
         k_pool if k_scale is None else k_scale, v_pool if v_scale is None else v_scale,
-        slot_mapping, counters, tokens, counters.numel(),
+        slot_mapping,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), slot_mapping.stride(0),
         *k_pool.stride()[:3], *v_pool.stride()[:3],
         heads, qk_dim, v.shape[2], k_pool.shape[1],
         HEADS=next_power_of_2(heads), QK=next_power_of_2(qk_dim), V=next_power_of_2(v.shape[2]),
-        KIND=pool_kind(k_pool), COUNTERS=each, num_warps=4 if heads * qk_dim > 512 else 1,
+        KIND=pool_kind(k_pool), OVERLAP=overlap, num_warps=4 if heads * qk_dim > 512 else 1,
     )  # fmt: skip

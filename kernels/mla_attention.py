@@ -39,10 +39,10 @@ def decompressed_attention(
     [latent | k_rope]; mask [rows | 1, queries, keys] is true where a query sees a key, None for
     causal from the first key. Returns [rows, queries, heads, v_dim]."""
     heads, nope_dim = q_nope.shape[-2:]
-    latent, k_rope = cache.split([kv_b.shape[1], q_rope.shape[-1]], -1)
-    made = linear(latent, kv_b).unflatten(-1, (heads, -1))
-    k_nope, v = made.tensor_split((nope_dim,), -1)
-    k = torch.cat((k_nope, k_rope.unsqueeze(2).expand(-1, -1, heads, -1)), -1)
+    rank = kv_b.shape[1]
+    made = linear(cache[..., :rank], kv_b).view(*cache.shape[:2], heads, -1)
+    k_rope = cache[:, :, None, rank:].expand(-1, -1, heads, -1)
+    k, v = torch.cat((made[..., :nope_dim], k_rope), -1), made[..., nope_dim:]
     q = torch.cat((q_nope, q_rope), -1)
     y = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),

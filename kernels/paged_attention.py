@@ -112,16 +112,15 @@ def paged_attention_triton(
     with one token, and the prefill kernel the others.
     """
     q, block_tables = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, block_tables))
-    tokens, sequences, kv_heads = q.shape[0], block_tables.shape[0], k.shape[1]
+    tokens, sequences = q.shape[0], block_tables.shape[0]
     y = q.new_empty(*q.shape[:-1], v.shape[-1])
     if tokens == 0:
         return y
     by_row = tokens <= sequences
-    counters = q.new_empty(kv_heads * (tokens if by_row else sequences), dtype=torch.int32)
-    kv_write_triton(k, v, k_pool, v_pool, slot_mapping, counters)
+    kv_write_triton(k, v, k_pool, v_pool, slot_mapping)
     index = (block_tables, context_lens.contiguous(), query_start.contiguous())
     if by_row or sequences > 1:
-        paged_decode_triton(q, k_pool, v_pool, *index, scale, y, counters, by_row)
+        paged_decode_triton(q, k_pool, v_pool, *index, scale, y, by_row)
     if not by_row:
         least = 2 if sequences > 1 else 1
         paged_prefill_triton(q, k_pool, v_pool, *index, scale, y, least)

@@ -1,7 +1,7 @@
 """Decode attention over a paged KV cache: one query token against its whole context.
 
     q               [tokens, heads, qk_dim]
-    k_pool, v_pool  [blocks, block_size, kv_heads, qk_dim | v_dim]   q's dtype, int8 or float8_e4m3fn
+    k_pool, v_pool  [blocks, block_size, kv_heads, qk_dim | v_dim]  q's dtype, int8, float8_e4m3fn
     k_scale         INT8 [blocks, block_size, kv_heads], FP8 [kv_heads], fp32; v_scale alike
     block_tables    [sequences, max_blocks]; context_lens [sequences]; query_start [sequences + 1]
     y               [tokens, heads, v_dim]
@@ -9,11 +9,9 @@
     y_h = sum_t softmax_t(scale * q_h . k_t) v_t        t over the visible tokens of the sequence
 
 The query heads of one KV head are the rows of one tile, so K and V are read once. The context is
-split into equal parts among programs (flash-decoding); each leaves its normalised part and the
-logarithm of its sum, and the program that arrives last merges them:
-    y = sum_i 2^(l_i - L) y_i,  2^L = sum_i 2^l_i       (l_i: log2 of part i's sum of exponentials)
-so there is no second launch. Quantised values are widened exactly to fp16 and multiplied with
-fp16 queries (divided by their largest value) and probabilities; scales are applied in fp32.
+split into equal parts among programs, which split_merge.py merges, where there are few tiles.
+Quantised values are widened exactly to fp16 and multiplied with fp16 queries (divided by their
+largest value) and probabilities; scales are applied in fp32.
 Nothing here waits for the device: grids come from shapes.
 Source: Dao et al., "Flash-Decoding for long-context inference", 2023; Kwon et al., 2023.
 """
@@ -24,8 +22,9 @@ import torch
 from torch import Tensor
 
 from seekforge.kernels.kv_write import pool_kind
+from seekforge.kernels.split_merge import split_merge_triton
 from seekforge.kernels.triton_support import jit, next_power_of_2, tl
-from seekforge.kernels.tuning import Config, decode_config, multiprocessors
+from seekforge.kernels.tuning import Config, decode_config, multiprocessors, overlaps_launches
 
 LOG2_E = 1.4426950408889634
 
@@ -44,16 +43,41 @@ def find_sequence(query_start, row, sequences):  # type: ignore[no-untyped-def]
 
 
 @jit
-def widen(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stored values in the dtype of the product; exact."""
-    if KIND == "int8":
-        # 0x6400 is 1024 in fp16 with a last place of 1: no integer conversions, which are slow.
-        return (x.to(tl.int16) + 0x6480).to(tl.float16, bitcast=True) - 1152.0
-    else:
-        if KIND == "fp8":
-            return x.to(tl.float16)
+def halves(words, KIND: tl.constexpr, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The even and the odd values of stored 16-bit words, in fp16; exact, FP8 divided by 256.
+
+    Words, since matrix units read pairs of bytes from shared memory, and single bytes one by one.
+    INT8: 0x6480 is 1152 in fp16 with a last place of 1, so its lower bits take x + 128.
+    FP8: the bits of E4M3 in the places of fp16, whose exponent's bias is 8 larger.
+    PACKED: the same in PTX, two words at a time; for compiled kernels.
+    """
+    if PACKED:
+        if KIND == "int8":
+            low, high = tl.inline_asm_elementwise(
+                """{ .reg .b32 t, c; mov.b32 c, 0x64806480;
+                lop3.b32 $0, $2, 0x00ff00ff, c, 0x6a; sub.f16x2 $0, $0, c;
+                shr.b32 t, $2, 8; lop3.b32 $1, t, 0x00ff00ff, c, 0x6a; sub.f16x2 $1, $1, c; }""",
+                "=&r,=&r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2,
+            )  # fmt: skip
         else:
-            return x
+            low, high = tl.inline_asm_elementwise(
+                """{ .reg .b32 t, u;
+                shl.b32 t, $2, 8; shr.b32 u, t, 1; and.b32 u, u, 0x3f803f80;
+                lop3.b32 $0, t, 0x80008000, u, 0xea;
+                shr.b32 u, $2, 1; and.b32 u, u, 0x3f803f80;
+                lop3.b32 $1, $2, 0x80008000, u, 0xea; }""",
+                "=&r,=&r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2,
+            )  # fmt: skip
+    else:
+        low = words & 0xFF
+        high = (words >> 8) & 0xFF
+        if KIND == "int8":
+            low = (low ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+            high = (high ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+        else:
+            low = (((low & 0x80) << 8) | ((low & 0x7F) << 7)).to(tl.float16, bitcast=True)
+            high = (((high & 0x80) << 8) | ((high & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return low, high
 
 
 @jit
@@ -63,104 +87,99 @@ def find_blocks(  # type: ignore[no-untyped-def]
     """The pool blocks of the tokens n:n + BLOCK_N (one where they lie in one block); 0 from last
     on."""
     if BLOCK_SIZE % BLOCK_N == 0:
-        return tl.load(table + n // BLOCK_SIZE, mask=n < last, other=0).to(tl.int64)
+        block = tl.load(table + n // BLOCK_SIZE, mask=n < last, other=0)
     else:
         at = n + tl.arange(0, BLOCK_N)
-        return tl.load(table + at // BLOCK_SIZE, mask=at < last, other=0).to(tl.int64)
+        block = tl.load(table + at // BLOCK_SIZE, mask=at < last, other=0)
+    return block.to(tl.int64)
 
 
 @jit
-def merge_splits(  # type: ignore[no-untyped-def]
-    parts, logs, y, y_head, used, rows, dim,
-    SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """parts [SPLITS, ROWS, DIM] and logs [SPLITS, ROWS] of one tile -> y + row * y_head."""
-    row = tl.arange(0, ROWS)
-    every = tl.arange(0, SPLITS)[:, None]
-    log = tl.load(
-        logs + every * ROWS + row[None, :],
-        mask=(every < used) & (row < rows)[None, :], other=float("-inf"), cache_modifier=".cg",
-    )  # fmt: skip
-    top = tl.maximum(tl.max(log, axis=0), -1e30)
-    total = tl.sum(tl.exp2(log - top[None, :]), axis=0)
-    d = tl.arange(0, DIM)[None, None, :]
-    chunk = tl.arange(0, CHUNK)[:, None, None]
-    merged = tl.zeros([ROWS, DIM], tl.float32)
-    for first in range(0, used, CHUNK):
-        at = first + chunk
-        inside = (at < used) & (row < rows)[None, :, None]
-        weight = tl.load(
-            logs + at * ROWS + row[None, :, None], mask=inside, other=float("-inf"),
-            cache_modifier=".cg",
-        )  # fmt: skip
-        part = tl.load(
-            parts + (at * ROWS + row[None, :, None]) * DIM + d, mask=inside, other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        merged += tl.sum(part * tl.exp2(weight - top[None, :, None]), axis=0)
-    column = tl.arange(0, DIM)[None, :]
-    tl.store(
-        y + row[:, None] * y_head + column, (merged / tl.maximum(total, 1e-30)[:, None]).to(y.dtype.element_ty),
-        mask=(row < rows)[:, None] & (column < dim),
-    )  # fmt: skip
+def load_tile(base, rows, columns, inside, WIDTH: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """base + rows + columns; what lies beyond WIDTH columns, or outside, is zero."""
+    if WIDTH != PAD:
+        inside = inside & (columns < WIDTH)
+    return tl.load(base + rows + columns, mask=inside, other=0)
 
 
 @jit
 def paged_decode_kernel(  # type: ignore[no-untyped-def]
-    q, k_pool, v_pool, k_scale, v_scale, y, parts, logs, counters,
+    q, k_pool, v_pool, k_scale, v_scale, y, parts, logs,
     block_tables, context_lens, query_start, scale, sequences,
     q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride, y_token,
     y_head,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     QK_DIM: tl.constexpr, QK: tl.constexpr, V_DIM: tl.constexpr, V: tl.constexpr,
-    BLOCK_N: tl.constexpr, MOST_SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    BY_ROW: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, BY_ROW: tl.constexpr, KIND: tl.constexpr,
+    PACKED: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
+    """QK_DIM, V_DIM and the pools' strides count stored words: two values each where quantised."""
+    head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     entry = tl.program_id(2)
+    splits = tl.num_programs(1)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     sequence = entry
+    if BY_ROW:
+        sequence = tl.minimum(entry, sequences - 1)
     start = tl.load(query_start + sequence)
     end = tl.load(query_start + sequence + 1)
+    context = tl.load(context_lens + sequence)
     row = start
     if BY_ROW:
         row = start * 0 + entry
         if (start != entry) | (end != entry + 1):  # not one token in each sequence
             sequence = find_sequence(query_start, row, sequences)
             end = tl.load(query_start + sequence + 1)
-    visible = (tl.load(context_lens + sequence) - (end - 1 - row)).to(tl.int32)
-    if BY_ROW:
-        visible = tl.where(row < end, visible, 0)  # a padding row
+            context = tl.load(context_lens + sequence)
+        served = row < end  # else a padding row
     else:
-        visible = tl.where(end - start == 1, visible, 0)
-    each = tl.cdiv(tl.cdiv(visible, tl.num_programs(1)), BLOCK_N) * BLOCK_N
+        served = end - start == 1
+    visible = tl.where(served, context - (end - 1 - row), 0).to(tl.int32)
+    each = tl.cdiv(tl.cdiv(visible, splits), BLOCK_N) * BLOCK_N
     first = split * each
+    group = tl.arange(0, ROWS)
+    valid = group < GROUP
+    own = ((entry * tl.num_programs(0) + head) * GROUP + group) * splits + split
     if first >= visible:
+        if SPLIT:
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
+            tl.store(logs + own, tl.full([ROWS], float("-inf"), tl.float32), mask=valid)
         return
     last = tl.minimum(first + each, visible)
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    # One step ahead: a load that waits for a load of its own step would halve the pipeline's depth.
+    upcoming = find_blocks(table, first, last, BLOCK_N, BLOCK_SIZE)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # for the new tokens in the pools
 
-    group = tl.arange(0, ROWS)
-    d = tl.arange(0, QK)
-    dv = tl.arange(0, V)
-    query = tl.load(
-        q + row * q_token + (head * GROUP + group)[:, None] * q_head + d[None, :],
-        mask=(group < GROUP)[:, None] & (d < QK_DIM)[None, :], other=0.0,
-    )  # fmt: skip
-    if KIND != "plain":
-        wide = query.to(tl.float32)
-        top = tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-30)[:, None]
-        query = (wide / top).to(tl.float16)
+    d = tl.arange(0, QK)[:, None]
+    dv = tl.arange(0, V)[None, :]
+    q_at = row * q_token + (head * GROUP + group)[:, None] * q_head
+    in_query = valid[:, None] & (tl.arange(0, QK) < QK_DIM)[None, :]
+    if KIND == "plain":
+        query = tl.load(q + q_at + tl.arange(0, QK)[None, :], mask=in_query, other=0.0)
+    else:
+        even = tl.load(q + q_at + 2 * tl.arange(0, QK)[None, :], mask=in_query, other=0.0)
+        odd = tl.load(q + q_at + 2 * tl.arange(0, QK)[None, :] + 1, mask=in_query, other=0.0)
+        even = even.to(tl.float32)
+        odd = odd.to(tl.float32)
+        top = tl.maximum(tl.max(tl.abs(even), axis=1), tl.max(tl.abs(odd), axis=1))
+        top = tl.maximum(top, 1e-30)[:, None]
+        even = (even / top).to(tl.float16)
+        odd = (odd / top).to(tl.float16)
         scale = scale * top
         if KIND == "fp8":
-            scale = scale * tl.load(k_scale + head)
-    k_base = k_pool + head.to(tl.int64) * k_head
-    v_base = v_pool + head.to(tl.int64) * v_head
-    table = block_tables + sequence.to(tl.int64) * table_stride
+            scale = scale * tl.load(k_scale + head) * 256.0
+    k_base = k_pool + head * k_head
+    v_base = v_pool + head * v_head
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, V], tl.float32)
-    # One step ahead: a load that waits for a load of its own step would halve the pipeline's depth.
-    upcoming = find_blocks(table, first, last, BLOCK_N, BLOCK_SIZE)
+    if KIND != "plain":
+        acc_odd = tl.zeros([ROWS, V], tl.float32)
     for n in range(first, last, BLOCK_N):
         block = upcoming
         upcoming = find_blocks(table, n + BLOCK_N, last, BLOCK_N, BLOCK_SIZE)
@@ -168,73 +187,63 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         inside = at < last
         k_at = block * k_block + (at % BLOCK_SIZE) * k_slot
         v_at = block * v_block + (at % BLOCK_SIZE) * v_slot
-        # A slot behind the context may hold NaN: hidden in K by the scores' mask, in V by this one.
+        # A slot behind the context may hold NaN: hidden in K by the scores' mask, in V by `inside`.
         if QK_DIM == QK:
-            keys = tl.load(k_base + k_at[None, :] + d[:, None])
+            keys = tl.load(k_base + k_at[None, :] + d)
         else:
-            keys = tl.load(
-                k_base + k_at[None, :] + d[:, None], mask=(d < QK_DIM)[:, None], other=0.0
-            )
-        if V_DIM == V:
-            values = tl.load(v_base + v_at[:, None] + dv[None, :], mask=inside[:, None], other=0.0)
+            keys = tl.load(k_base + k_at[None, :] + d, mask=d < QK_DIM, other=0)
+        values = load_tile(v_base, v_at[:, None], dv, inside[:, None], V_DIM, V)
+        if KIND == "plain":
+            scores = tl.dot(query, keys, input_precision=PRECISION) * scale
         else:
-            values = tl.load(
-                v_base + v_at[:, None] + dv[None, :],
-                mask=inside[:, None] & (dv < V_DIM)[None, :], other=0.0,
-            )  # fmt: skip
-        scores = tl.dot(query, widen(keys, KIND), input_precision=PRECISION) * scale
+            low, high = halves(keys, KIND, PACKED)
+            scores = tl.dot(odd, high, tl.dot(even, low)) * scale
         if KIND == "int8":
-            at_scale = (block * BLOCK_SIZE + at % BLOCK_SIZE) * tl.num_programs(0) + head
-            scores *= tl.load(k_scale + at_scale, mask=inside, other=0.0)[None, :]
+            slot = (block * BLOCK_SIZE + at % BLOCK_SIZE) * tl.num_programs(0) + head
+            scores *= tl.load(k_scale + slot, mask=inside, other=0.0)[None, :]
         scores = tl.where(inside[None, :], scores, float("-inf"))
         top_now = tl.maximum(highest, tl.max(scores, axis=1))
         shrink = tl.exp2(highest - top_now)
         weight = tl.exp2(scores - top_now[:, None])
         total = total * shrink + tl.sum(weight, axis=1)
         if KIND == "int8":
-            weight *= tl.load(v_scale + at_scale, mask=inside, other=0.0)[None, :]
-        values = widen(values, KIND)
-        acc = tl.dot(
-            weight.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION
-        )
+            weight *= tl.load(v_scale + slot, mask=inside, other=0.0)[None, :]
+        acc *= shrink[:, None]
+        if KIND == "plain":
+            acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+        else:
+            low, high = halves(values, KIND, PACKED)
+            acc = tl.dot(weight.to(tl.float16), low, acc)
+            acc_odd = tl.dot(weight.to(tl.float16), high, acc_odd * shrink[:, None])
         highest = top_now
-    acc = acc / total[:, None]
+    by = 1.0 / total[:, None]
     if KIND == "fp8":
-        acc *= tl.load(v_scale + head)
+        by *= tl.load(v_scale + head) * 256.0
 
-    valid = group < GROUP
-    y_at = y + row * y_token + head.to(tl.int64) * GROUP * y_head
-    used = tl.cdiv(visible, each)
-    if used == 1:
-        tl.store(
-            y_at + group[:, None] * y_head + dv[None, :], acc.to(y.dtype.element_ty),
-            mask=valid[:, None] & (dv < V_DIM)[None, :],
-        )  # fmt: skip
-    else:
-        tile = entry.to(tl.int64) * tl.num_programs(0) + head
-        parts += tile * tl.num_programs(1) * MERGE_ROWS * V
-        logs += tile * tl.num_programs(1) * MERGE_ROWS
-        own = split * MERGE_ROWS + group
-        tl.store(parts + own[:, None] * V + dv[None, :], acc, mask=valid[:, None])
+    stored = valid[:, None] & (dv < V_DIM)
+    step: tl.constexpr = 1 if KIND == "plain" else 2
+    if SPLIT:
+        target = parts + own[:, None] * (V_DIM * step) + dv * step
+        tl.store(target, acc * by, mask=stored)
+        if KIND != "plain":
+            tl.store(target + 1, acc_odd * by, mask=stored)
         tl.store(logs + own, highest + tl.log2(total), mask=valid)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == used - 1:
-            tl.debug_barrier()
-            merge_splits(
-                parts, logs, y_at, y_head, used, GROUP, V_DIM, MOST_SPLITS, CHUNK, MERGE_ROWS, V
-            )
-            tl.store(counters + tile, 0)
+    else:
+        target = y + row * y_token + (head * GROUP + group)[:, None] * y_head + dv * step
+        tl.store(target, (acc * by).to(y.dtype.element_ty), mask=stored)
+        if KIND != "plain":
+            tl.store(target + 1, (acc_odd * by).to(y.dtype.element_ty), mask=stored)
 
 
 def paged_decode_triton(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, block_tables: Tensor, context_lens: Tensor,
-    query_start: Tensor, scale: float, y: Tensor, counters: Tensor, by_row: bool,
+    query_start: Tensor, scale: float, y: Tensor, by_row: bool,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, config: Config | None = None,
 ) -> None:  # fmt: skip
     """Fills y's rows of the sequences with one token, or every row where `by_row`.
 
-    counters: zero, int32, at least kv_heads * (tokens if by_row else sequences); zero afterwards.
+    Starts before the launch before it has ended, and waits for it before it reads q or the pools;
+    the index tensors must be older. Quantised pools need even head dims.
     """
     tokens, heads, qk_dim = q.shape
     sequences, width = block_tables.shape
@@ -242,26 +251,31 @@ def paged_decode_triton(
     v_dim, group = v_pool.shape[3], heads // kv_heads
     entries = tokens if by_row else sequences
     kind = pool_kind(k_pool)
+    if kind != "plain":
+        k_pool, v_pool = k_pool.view(torch.int16), v_pool.view(torch.int16)
+    k_words, v_words = k_pool.shape[3], v_pool.shape[3]
     config = config or decode_config(
         kind if kind != "plain" else str(q.dtype).removeprefix("torch."),
         tiles=entries * kv_heads, context=width * block_size, dim=max(qk_dim, v_dim),
         processors=multiprocessors(q.device),
     )  # fmt: skip
-    rows, v_pad = next_power_of_2(group), next_power_of_2(max(v_dim, 16))
-    splits = config.splits
-    parts = q.new_empty(entries * kv_heads * splits * rows * v_pad, dtype=torch.float32)
-    logs = q.new_empty(entries * kv_heads * splits * rows, dtype=torch.float32)
+    splits, overlap = config.splits, overlaps_launches(q.device)
+    pieces = splits if splits > 1 else 0
+    parts = q.new_empty(entries, heads, pieces, v_dim, dtype=torch.float32)
+    logs = q.new_empty(entries, heads, pieces, dtype=torch.float32)
     paged_decode_kernel[(kv_heads, splits, entries)](
         q, k_pool, v_pool, k_pool if k_scale is None else k_scale,
-        v_pool if v_scale is None else v_scale, y, parts, logs, counters,
+        v_pool if v_scale is None else v_scale, y, parts, logs,
         block_tables, context_lens, query_start, scale * LOG2_E, sequences,
         q.stride(0), q.stride(1), *k_pool.stride()[:3], *v_pool.stride()[:3],
         block_tables.stride(0), y.stride(0), y.stride(1),
-        BLOCK_SIZE=block_size, GROUP=group, ROWS=max(rows, 16), MERGE_ROWS=rows,
-        QK_DIM=qk_dim, QK=next_power_of_2(max(qk_dim, 16)), V_DIM=v_dim, V=v_pad,
-        BLOCK_N=config.block_n, MOST_SPLITS=16 if splits <= 16 else 128,
-        CHUNK=max(1, min(16, 4096 // (rows * v_pad))),
-        BY_ROW=by_row, KIND=kind,
+        BLOCK_SIZE=block_size, GROUP=group, ROWS=max(next_power_of_2(group), 16),
+        QK_DIM=k_words, QK=next_power_of_2(max(k_words, 16)), V_DIM=v_words,
+        V=next_power_of_2(max(v_words, 16)), BLOCK_N=config.block_n, SPLIT=splits > 1,
+        BY_ROW=by_row, KIND=kind, PACKED=overlap, OVERLAP=overlap,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.warps, num_stages=config.stages,
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
+    if splits > 1:
+        split_merge_triton(parts, logs, y, query_start, by_row)

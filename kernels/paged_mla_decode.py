@@ -9,9 +9,8 @@
     y_ih = sum_t softmax_t(scale * (q_latent_ih . c_t + q_rope_ih . r_t)) c_t     t <= past + i
 
 Rows are packed as in paged_prefill: row r of a sequence is head r % heads of new token r // heads;
-one tile of 16 or 64 rows reads a part of the context; a second launch merges the parts, with every
-row a program (one program for 16 rows of 512 values, as in paged_decode, would take longer). So
-one pair of kernels serves decodes, chunks and mixtures of them.
+one tile of 16 or 64 rows reads a part of the context, and split_merge.py merges the parts. So one
+pair of kernels serves decodes, chunks and mixtures of them.
 Source: DeepSeek-V2, 2024 (absorption, section 2.1); FlashMLA.
 """
 
@@ -23,8 +22,25 @@ from torch import Tensor
 from seekforge.kernels.kv_write import kv_write_triton
 from seekforge.kernels.paged_decode import LOG2_E, find_blocks
 from seekforge.kernels.paged_prefill import find_tile
+from seekforge.kernels.split_merge import split_merge_triton
 from seekforge.kernels.triton_support import jit, next_power_of_2, tl
-from seekforge.kernels.tuning import Config, mla_config, multiprocessors
+from seekforge.kernels.tuning import Config, mla_config, multiprocessors, overlaps_launches
+
+
+@jit
+def guess_tile(query_start, tile, sequences, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """find_tile, but first whether each sequence has one token, as in decoding: the search is a
+    chain of loads that takes microseconds."""
+    if HEADS % BLOCK_M != 0:
+        sequence, within = find_tile(query_start, tile, sequences, HEADS, BLOCK_M)
+    else:
+        sequence = tl.minimum(tile * BLOCK_M // HEADS, sequences - 1)
+        within = tile - sequence * (HEADS // BLOCK_M)
+        start = tl.load(query_start + sequence)
+        end = tl.load(query_start + sequence + 1)
+        if (start != sequence) | (end != sequence + 1) | (within >= HEADS // BLOCK_M):
+            sequence, within = find_tile(query_start, tile, sequences, HEADS, BLOCK_M)
+    return sequence, within
 
 
 @jit
@@ -34,11 +50,13 @@ def paged_mla_kernel(  # type: ignore[no-untyped-def]
     q_token, q_head, r_token, r_head, block_stride, slot_stride, table_stride, y_token, y_head,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, RANK_DIM: tl.constexpr, RANK: tl.constexpr,
     ROPE_DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile_at = tl.program_id(0)
     split = tl.program_id(1)
-    sequence, tile = find_tile(query_start, tile_at, sequences, HEADS, BLOCK_M)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence, tile = guess_tile(query_start, tile_at, sequences, HEADS, BLOCK_M)
     start = tl.load(query_start + sequence)
     new = (tl.load(query_start + sequence + 1) - start).to(tl.int32)
     past = tl.load(context_lens + sequence).to(tl.int32) - new
@@ -54,11 +72,17 @@ def paged_mla_kernel(  # type: ignore[no-untyped-def]
     own = (at * HEADS + row % HEADS) * tl.num_programs(1) + split
     if first >= visible:
         if SPLIT:
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
             tl.store(logs + own, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
         return
     seen = past + tl.minimum(token, new - 1) + 1
     c = tl.arange(0, RANK)
     r = tl.arange(0, ROPE)
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    upcoming = find_blocks(table, first, last, BLOCK_N, BLOCK_SIZE)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # for the new tokens in the pool
     q_at = at * q_token + (row % HEADS) * q_head
     latent_query = tl.load(
         q_latent + q_at[:, None] + c[None, :],
@@ -69,12 +93,10 @@ def paged_mla_kernel(  # type: ignore[no-untyped-def]
         q_rope + r_at[:, None] + r[None, :],
         mask=valid[:, None] & (r < ROPE_DIM)[None, :], other=0.0,
     )  # fmt: skip
-    table = block_tables + sequence.to(tl.int64) * table_stride
     # Finite: a later row's whole part of the context may be hidden from an earlier one.
     highest = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, RANK], tl.float32)
-    upcoming = find_blocks(table, first, last, BLOCK_N, BLOCK_SIZE)
     for n in range(first, last, BLOCK_N):
         block = upcoming
         upcoming = find_blocks(table, n + BLOCK_N, last, BLOCK_N, BLOCK_SIZE)
@@ -114,26 +136,6 @@ def paged_mla_kernel(  # type: ignore[no-untyped-def]
         tl.store(y + y_at[:, None] + c[None, :], acc.to(y.dtype.element_ty), mask=inside)
 
 
-@jit
-def merge_kernel(  # type: ignore[no-untyped-def]
-    parts, logs, y, splits, y_token, y_head, HEADS: tl.constexpr, DIM: tl.constexpr,
-    PAD: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """parts [rows, splits, DIM] and logs [rows, splits] -> y, one program a row."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    d = tl.arange(0, PAD)
-    log = tl.load(logs + row * splits + split, mask=split < splits, other=float("-inf"))
-    weight = tl.exp2(log - tl.maximum(tl.max(log, axis=0), -1e30))
-    part = tl.load(
-        parts + (row * splits + split)[:, None] * DIM + d[None, :],
-        mask=(log > float("-inf"))[:, None] & (d < DIM)[None, :], other=0.0,
-    )  # fmt: skip
-    merged = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-    y_at = y + row // HEADS * y_token + row % HEADS * y_head
-    tl.store(y_at + d, merged.to(y.dtype.element_ty), mask=d < DIM)
-
-
 def paged_mla_decode_triton(
     q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, block_tables: Tensor,
     context_lens: Tensor, query_start: Tensor, scale: float, y: Tensor, config: Config | None = None,
@@ -150,8 +152,10 @@ def paged_mla_decode_triton(
     )  # fmt: skip
     splits = config.splits
     tiles = tokens * heads // config.block_m + (sequences if heads % config.block_m else 0)
-    parts = q_latent.new_empty(tokens * heads * splits * rank, dtype=torch.float32)
-    logs = q_latent.new_empty(tokens * heads * splits, dtype=torch.float32)
+    overlap = overlaps_launches(q_latent.device)
+    pieces = splits if splits > 1 else 0
+    parts = q_latent.new_empty(tokens, heads, pieces, rank, dtype=torch.float32)
+    logs = q_latent.new_empty(tokens, heads, pieces, dtype=torch.float32)
     paged_mla_kernel[(tiles, splits)](
         q_latent, q_rope, latent_pool, y, parts, logs, block_tables, context_lens, query_start,
         scale * LOG2_E, sequences,
@@ -162,14 +166,11 @@ def paged_mla_decode_triton(
         ROPE_DIM=rope, ROPE=next_power_of_2(max(rope, 16)),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=splits > 1,
         PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
-        num_warps=config.warps, num_stages=config.stages,
+        OVERLAP=overlap, num_warps=config.warps, num_stages=config.stages,
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     if splits > 1:
-        merge_kernel[(tokens * heads,)](
-            parts, logs, y, splits, y.stride(0), y.stride(1), HEADS=heads, DIM=rank,
-            PAD=next_power_of_2(rank), SPLITS=next_power_of_2(splits),
-            num_warps=4,
-        )  # fmt: skip
+        split_merge_triton(parts, logs, y, query_start, by_row=True)
 
 
 def paged_mla_attention_triton(
@@ -187,15 +188,15 @@ def paged_mla_attention_triton(
     y = q_nope.new_empty(tokens, heads, up.shape[1] - nope)
     if tokens == 0:
         return y
-    pool = latent_pool.unsqueeze(2)
-    kv_write_triton(
-        latent.unsqueeze(1), k_rope.unsqueeze(1), pool[..., :rank], pool[..., rank:],
-        slot_mapping, slot_mapping.new_empty(0, dtype=torch.int32),
-    )  # fmt: skip
     q_rope, block_tables = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (q_rope, block_tables)
     )
     q_latent = torch.bmm(q_nope.transpose(0, 1), up[:, :nope]).transpose(0, 1)
+    # The write comes last: the kernel after it starts early and waits for it alone.
+    pool = latent_pool.unsqueeze(2)
+    kv_write_triton(
+        latent.unsqueeze(1), k_rope.unsqueeze(1), pool[..., :rank], pool[..., rank:], slot_mapping
+    )
     mixed = q_nope.new_empty(heads, tokens, rank)
     paged_mla_decode_triton(
         q_latent, q_rope, latent_pool, block_tables, context_lens.contiguous(),

@@ -1,7 +1,7 @@
 """paged_attention over an INT8 or FP8 cache: dequantised before the product, fp32 sums.
 
-    k_pool, v_pool    [blocks, block_size, kv_heads, qk_dim | v_dim]  int8 or float8_e4m3fn, mutated
-    k_scale, v_scale  int8: [blocks, block_size, kv_heads] fp32, mutated (a scale per token and head)
+    k_pool, v_pool    [blocks, block_size, kv_heads, qk_dim | v_dim]  int8, float8_e4m3fn; mutated
+    k_scale, v_scale  int8: [blocks, block_size, kv_heads] fp32, mutated (one per token and head)
                       fp8:  [kv_heads] fp32, given (a scale per head)
     the rest          as in paged_attention
 
@@ -69,11 +69,10 @@ def quantised_paged_attention_triton(
     y = q.new_empty(*q.shape[:-1], v.shape[-1])
     if q.shape[0] == 0:
         return y
-    counters = q.new_empty(k.shape[1] * q.shape[0], dtype=torch.int32)
-    kv_write_triton(k, v, k_pool, v_pool, slot_mapping, counters, k_scale, v_scale)
+    kv_write_triton(k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale)
     paged_decode_triton(
         q, k_pool, v_pool, block_tables, context_lens.contiguous(), query_start.contiguous(),
-        scale, y, counters, True, k_scale, v_scale,
+        scale, y, True, k_scale, v_scale,
     )  # fmt: skip
     return y
 

@@ -101,3 +101,9 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.lru_cache
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel may start before the one before it has ended: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from seekforge.kernels.errors import CheckpointError
+from seekforge.kernels.int4 import Int4, quantise
 from seekforge.models.config import read_config, read_json, read_weight_block
 from seekforge.models.fp8 import FP8, SCALE_SUFFIX, Block, check_scale, dequantise
 from seekforge.models.module import build_module
@@ -68,6 +69,10 @@ class Checkpoint:
             return tensor
         assert self.weight_block is not None
         return dequantise(tensor, self.read(name + SCALE_SUFFIX), self.weight_block)
+
+    def int4(self, name: str, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4:
+        """The tensor rounded to nearest INT4 (kernels/int4.py), scales in `dtype`."""
+        return quantise(self.read(name).to(dtype), group_size, symmetric)
 
     def digest(self) -> str:
         """sha256 over config.json and every shard's name, header, size and modification time.

@@ -129,9 +129,9 @@ def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list
 
     outputs: list[fx.Node] = []
     for index, node in enumerate(layers):
-        kind = KINDS[node.target]
-        names = [f"{name}_pool_{index}" for name in kind.pools(node)]
-        insert = kind.ragged if form == "ragged" else kind.padded
+        paging = KINDS[node.target]
+        names = [f"{name}_pool_{index}" for name in paging.pools(node)]
+        insert = paging.ragged if form == "ragged" else paging.padded
         outputs += insert(graph, node, [placeholders[name] for name in names], placeholders)
     rows = select_rows(program, placeholders["logits_rows"])
     output = graph.output_node()
@@ -237,7 +237,7 @@ class Kind:
     padded: Callable[[fx.Graph, fx.Node, list[fx.Node], Inputs], list[Any]]
 
 
-KINDS = {
+KINDS: dict[Any, Kind] = {
     attention: Kind(_kv_pools, _kv_ragged, _kv_padded),
     mla_attention: Kind(_latent_pools, _latent_ragged, _latent_padded),
 }

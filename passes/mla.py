@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import operator
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from seekforge.kernels.attention import attention
 from seekforge.kernels.mla_attention import mla_attention
@@ -26,11 +27,11 @@ from seekforge.passes.cleanup import VIEWS
 from seekforge.passes.linears import LINEAR, bias_of
 from seekforge.passes.pattern import Miss, describe
 from seekforge.passes.program import Program, source_line
-from seekforge.passes.region import region_between, run_region, sources
+from seekforge.passes.region import numbered, region_between, run_region, sources
+from seekforge.passes.rope import POSITIONS
 from seekforge.passes.rule import PassResult
 
 aten = torch.ops.aten
-BATCH, SEQ = 2, 3  # of the numbered tensors
 MOVES = {
     *VIEWS, aten.transpose.int, aten.permute.default, aten.split_with_sizes.default,
     aten.split.Tensor, aten.slice.Tensor, aten.cat.default, aten.expand.default,
@@ -44,8 +45,10 @@ def fuse_mla(program: Program) -> PassResult:
     start, before = time.perf_counter(), len(program.graph.nodes)
     fired, misses = 0, []
     for node in program.nodes(attention):
-        refused = _fuse(program, node)
-        if refused is None:
+        found = _read(node)
+        refused = found if isinstance(found, str) else _prove(found)
+        if isinstance(found, _Layer) and refused is None:
+            _rewrite(program, found)
             fired += 1
         elif refused:
             misses.append(Miss(node.name, refused, source_line(node)))
@@ -55,12 +58,40 @@ def fuse_mla(program: Program) -> PassResult:
     return PassResult("mla", fired, tuple(misses), before, after, time.perf_counter() - start)
 
 
-def _fuse(program: Program, node: fx.Node) -> str | None:
-    """Rewrites one layer; returns None, or why it was left ("" for ordinary attention)."""
-    q, k, v, scale, layer = node.args
-    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
-    from_v, from_k, from_q = (sources(x, _moves) for x in (v, k, q))
-    rotations = {x for x in from_k if x.target is operator.getitem}
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Where attention's operands come from: q from q_proj and the rotated q_rotated, k and v from
+    kv_b, k's rotated part from k_rotated; latent and k_input are [batch, seq, width]."""
+
+    node: fx.Node
+    q_proj: fx.Node
+    kv_b: fx.Node
+    q_rotated: fx.Node
+    k_rotated: fx.Node
+    latent: fx.Node
+    k_input: fx.Node
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        return self.node.args[:3]
+
+    @property
+    def rotation(self) -> fx.Node:
+        assert isinstance(self.k_rotated.args[0], fx.Node)
+        return self.k_rotated.args[0]
+
+    @property
+    def dims(self) -> tuple[int, int, int, int]:
+        """heads, nope_dim, rope_dim, v_dim."""
+        q, _, v = self.operands
+        (heads, width), rope_dim = _sizes(q), _sizes(self.k_rotated)[-1]
+        return heads, width - rope_dim, rope_dim, _sizes(v)[-1]
+
+
+def _read(node: fx.Node) -> _Layer | str:
+    """The layer as its nodes' connections say it, or why it is none ("" for ordinary attention)."""
+    from_q, from_k, from_v = (sources(x, _moves) for x in node.all_input_nodes)
+    rotations = {x for x in from_k if x.target is operator.getitem and x.args[0].target is rope}  # type: ignore[union-attr]
     if len(from_k) == 1:
         return ""
     if len(rotations) != 1 or from_k - rotations != from_v or len(from_v) != 1:
@@ -69,77 +100,84 @@ def _fuse(program: Program, node: fx.Node) -> str | None:
     if kv_b.target is not LINEAR or bias_of(kv_b) is not None:
         return f"v comes from {describe(kv_b)}, expected a linear layer without bias"
     rotation: Any = k_rotated.args[0]
-    if rotation.target is not rope or k_rotated.args[1] != 1:
-        return f"part of k comes from {describe(k_rotated)}, expected the key of a rope node"
-    if _sizes(k_rotated)[0] != 1:
+    if k_rotated.args[1] != 1:
+        return f"part of k comes from {describe(k_rotated)}, the query of a rope node"
+    if _sizes(k_rotated)[:1] != (1,):
         return f"the rotated part of k has {_sizes(k_rotated)[0]} heads, expected one for all"
     q_rotated = from_q & set(rotation.users)
-    if len(q_rotated) != 1 or len(from_q) != 2:
+    projections = from_q - q_rotated
+    if len(q_rotated) != 1 or len(projections) != 1:
         return f"q comes from {_names(from_q)}, expected a projection and {rotation.name}"
-    (q_proj,) = from_q - q_rotated
-
-    heads, width = _sizes(q)
-    rope_dim = _sizes(k_rotated)[-1]
-    nope, v_dim = width - rope_dim, _sizes(v)[-1]
-    kv_value, k_value, q_value = (_numbered(x) for x in (kv_b, k_rotated, *q_rotated))
-    keys = run_region((k, v), {kv_b: kv_value, k_rotated: -1 - k_value})
-    queries = run_region((q,), {q_proj: _numbered(q_proj), next(iter(q_rotated)): -1 - q_value})
-    if isinstance(keys, str) or isinstance(queries, str):
-        return (
-            f"what happens to q, k and v is unknown: {keys if isinstance(keys, str) else queries}"
-        )
-    # -1 - n marks the numbers of the rotated parts.
-    columns = kv_value.reshape(BATCH, SEQ, -1).unflatten(-1, (heads, -1))
-    if columns.shape[-1] != nope + v_dim or not torch.equal(keys[1], columns[..., nope:]):
-        return f"v is not the last {v_dim} rows of each head of {kv_b.name}"
-    if not torch.equal(keys[0][..., :nope], columns[..., :nope]):
-        return f"k does not begin with the first {nope} rows of each head of {kv_b.name}"
-    order = -1 - keys[0][0, 0, 0, nope:]  # which rotated dimension stands where
-    if order.sort()[0].tolist() != list(range(rope_dim)):
-        return f"the last {rope_dim} dimensions of k are not those of {k_rotated.name}"
-    if not torch.equal(keys[0][..., nope:], -1 - k_value[..., order].expand(-1, -1, heads, -1)):
-        return f"the rotated part of k is not {k_rotated.name}, the same for all heads"
-    if not torch.equal(queries[0][..., nope:], -1 - q_value[..., order]):
-        return "the rotated parts of q and k are ordered differently"
-    projected = _numbered(q_proj)
-    offset = int(queries[0][0, 0, 0, 0])
-    own = projected[..., offset : offset + heads * width].unflatten(-1, (heads, -1))
-    if not torch.equal(queries[0][..., :nope], own[..., :nope]):
-        return f"q does not begin with the first {nope} dimensions of each head of {q_proj.name}"
-    q_input = run_region((rotation.args[0],), {q_proj: projected})
-    if isinstance(q_input, str) or not torch.equal(q_input[0], own[..., nope:]):
-        return f"what {rotation.name} rotates are not the last {rope_dim} dimensions of q's heads"
-    k_input = _three_dims(rotation.args[1])
+    k_input, latent = _three_dims(rotation.args[1]), _three_dims(kv_b.args[0])
     if k_input is None:
-        return f"the key that {rotation.name} rotates is no projection's last {rope_dim} dimensions"
-    latent = _three_dims(kv_b.args[0])
+        return f"the key that {rotation.name} rotates is no view of [batch, seq, rope_dim]"
     if latent is None:
         return f"what {kv_b.name} reads is no view of a latent [batch, seq, rank]"
     others = _readers(latent) - {kv_b}
     if others:
         return f"the latent {latent.name} is also read by {_names(others)}"
+    return _Layer(node, projections.pop(), kv_b, q_rotated.pop(), k_rotated, latent, k_input)
 
-    dead = region_between((q, k, v), {kv_b, q_proj, k_input, *rotation.args[2:5]})
+
+def _prove(layer: _Layer) -> str | None:
+    """Where each number of q, k and v comes from, by numbers that are all different."""
+    q_proj, kv_b, rotation = layer.q_proj, layer.kv_b, layer.rotation
+    heads, nope, rope_dim, v_dim = layer.dims
+    width = kv_b.meta["val"].shape[-1]
+    if width != heads * (nope + v_dim):
+        return f"{kv_b.name} makes {width} values, not {heads} heads of {nope} + {v_dim}"
+    if _sizes(q_proj) != (heads * (nope + rope_dim),):
+        return (
+            f"{q_proj.name} makes {_sizes(q_proj)} values, not {heads} heads of {nope + rope_dim}"
+        )
+    given = numbered((q_proj, kv_b, layer.q_rotated, layer.k_rotated))
+    moved = run_region((*layer.operands, rotation.args[0]), given)  # type: ignore[arg-type]
+    if isinstance(moved, str):
+        return f"what happens to q, k and v is unknown: {moved}"
+    q, k, v, q_input = moved
+    made = given[kv_b].reshape(*k.shape[:3], nope + v_dim)
+    projected = given[q_proj].reshape(q.shape)
+    q_value, k_value = given[layer.q_rotated], given[layer.k_rotated]
+    if not torch.equal(v, made[..., nope:]):
+        return f"v is not the last {v_dim} rows of each head of {kv_b.name}"
+    if not torch.equal(k[..., :nope], made[..., :nope]):
+        return f"k does not begin with the first {nope} rows of each head of {kv_b.name}"
+    order = k[0, 0, 0, nope:] - k_value[0, 0, 0, 0]  # which rotated dimension stands where
+    if order.sort()[0].tolist() != list(range(rope_dim)):
+        return f"the last {rope_dim} dimensions of k are not those of {layer.k_rotated.name}"
+    if not torch.equal(k[..., nope:], k_value[..., order].expand(-1, -1, heads, -1)):
+        return f"the rotated part of k is not {layer.k_rotated.name}, the same for all heads"
+    if not torch.equal(q[..., nope:], q_value[..., order]):
+        return "the rotated parts of q and k are ordered differently"
+    if not torch.equal(q[..., :nope], projected[..., :nope]):
+        return f"q does not begin with the first {nope} dimensions of each head of {q_proj.name}"
+    if not torch.equal(q_input, projected[..., nope:]):
+        return f"{rotation.name} does not rotate the last {rope_dim} dimensions of q's heads"
+    return None
+
+
+def _rewrite(program: Program, layer: _Layer) -> None:
+    node, rotation = layer.node, layer.rotation
+    heads, nope, rope_dim, _ = layer.dims
+    dead = region_between(
+        layer.operands, {layer.kv_b, layer.q_proj, layer.k_input, *rotation.all_input_nodes[2:]}
+    )
     emit, like = program.emit, node
     with program.graph.inserting_before(node):
-        (positions,) = program.graph.find_nodes(op="placeholder", target="position_ids")
+        (positions,) = program.graph.find_nodes(op="placeholder", target=POSITIONS)
         sizes = [emit(aten.sym_size.int, positions, dim, like=like) for dim in (0, 1)]
-        if heads * width != _sizes(q_proj)[-1]:
-            end = offset + heads * width
-            q_proj = emit(aten.slice.Tensor, q_proj, -1, offset, end, like=like)
-        by_head = emit(aten.view.default, q_proj, [*sizes, heads, width], like=like)
-        parts = emit(aten.split_with_sizes.default, by_head, [nope, rope_dim], -1, like=like)
+        by_head = [*sizes, heads, nope + rope_dim]
+        q = emit(aten.view.default, layer.q_proj, by_head, like=like)
+        parts = emit(aten.split_with_sizes.default, q, [nope, rope_dim], -1, like=like)
         q_nope, q_rope = (emit(operator.getitem, parts, i, like=like) for i in range(2))
-        one_head = emit(aten.view.default, k_input, [*sizes, 1, rope_dim], like=like)
+        one_head = emit(aten.view.default, layer.k_input, [*sizes, 1, rope_dim], like=like)
         both = emit(rope, q_rope, one_head, *rotation.args[2:], like=rotation)
         q_rope, k_rope = (emit(operator.getitem, both, i, like=rotation) for i in range(2))
         k_rope = emit(aten.view.default, k_rope, [*sizes, rope_dim], like=like)
-        args = (q_nope, q_rope, latent, k_rope, kv_b.args[1], scale, layer)
-        fused = emit(mla_attention, *args, like=node)
-    node.replace_all_uses_with(fused)
+        args = (q_nope, q_rope, layer.latent, k_rope, layer.kv_b.args[1], *node.args[3:])
+        node.replace_all_uses_with(emit(mla_attention, *args, like=like))
     program.graph.erase_node(node)
     _erase(dead)
-    return None
 
 
 def _moves(node: fx.Node) -> bool:
@@ -160,9 +198,9 @@ def _three_dims(node: Any) -> fx.Node | None:
         if base.target not in (*VIEWS, aten.transpose.int, aten.unsqueeze.default):
             return None
         base = base.args[0]
-    numbers = _numbered(base)
-    moved = run_region((node,), {base: numbers})
-    if isinstance(moved, str) or not torch.equal(moved[0].flatten(), numbers.flatten()):
+    given = numbered([base])
+    moved = run_region([node], given)
+    if isinstance(moved, str) or not torch.equal(moved[0].flatten(), given[base].flatten()):
         return None
     return base  # type: ignore[no-any-return]
 
@@ -175,19 +213,10 @@ def _readers(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _numbered(node: fx.Node) -> Tensor:
-    """A tensor of node's shape, BATCH and SEQ for its dynamic sizes, that holds 0, 1, 2 …"""
-    dynamic = iter((BATCH, SEQ))
-    shape = [size if isinstance(size, int) else next(dynamic) for size in node.meta["val"].shape]
-    count = 1
-    for size in shape:
-        count *= size
-    return torch.arange(count).view(shape)
-
-
 def _sizes(node: fx.Node) -> tuple[int, ...]:
-    """The last two sizes, or the one of [batch, seq, width]."""
-    return tuple(int(size) for size in node.meta["val"].shape[2:])
+    """The sizes behind [batch, seq]; none where one is dynamic (int() of it would fix it)."""
+    sizes = node.meta["val"].shape[2:]
+    return tuple(sizes) if all(isinstance(size, int) for size in sizes) else ()
 
 
 def _erase(dead: set[fx.Node]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from seekforge.kernels.errors import BuildError
 from seekforge.passes import add_rms_norm, rms_norm, swiglu
 from seekforge.passes.cleanup import cleanup, share_equal_weights
+from seekforge.passes.int4 import Int4Options, insert_int4
 from seekforge.passes.kv_cache import GraphInput, insert_kv_cache
 from seekforge.passes.mla import fuse_mla
 from seekforge.passes.moe import fuse_moe
@@ -44,14 +45,23 @@ def run_fusions(program: Program, max_len: int) -> list[PassResult]:
 
 
 def run_pipeline(
-    program: Program, form: str, max_len: int, expected: dict[str, int] | None
+    program: Program,
+    form: str,
+    max_len: int,
+    expected: dict[str, int] | None,
+    int4: Int4Options | None = None,
 ) -> tuple[list[PassResult], list[GraphInput]]:
     """All passes, from an exported graph to the `form` ("ragged" or "padded") that backends lower.
 
+    int4: how linear layers and experts are quantised; None: not at all.
     expected: passes and the number of times each must fire; None for a model without known numbers.
     Raises BuildError when one fired less often.
     """
     results = run_fusions(program, max_len)
+    if int4 is not None:
+        results.append(
+            insert_int4(program, int4)
+        )  # after the fusions: fused weights quantise as one
     inserted, inputs = insert_kv_cache(program, form)
     results += inserted
     results.append(cleanup(program, "final cleanup"))

@@ -21,12 +21,30 @@ TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
+class Int4Part:
+    """One of the tensors that an INT4 weight is stored as (kernels/int4.py).
+
+    part: "qweight", "scales" or "zeros". signed: qweight as pairs of signed INT4, as ONNX's own
+    type has them; symmetric only.
+    """
+
+    part: str
+    group_size: int
+    symmetric: bool
+    signed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Weight:
     """How one parameter of the graph is made: checkpoint tensors concatenated along dim 0 and
-    viewed in the parameter's shape (stacked experts), or a value."""
+    viewed in the parameter's shape (stacked experts), or a value.
+
+    int4: the parameter is that part of each checkpoint tensor's INT4 form.
+    """
 
     sources: tuple[str, ...] = ()
     value: Tensor | None = None
+    int4: Int4Part | None = None
 
     def __post_init__(self) -> None:
         assert bool(self.sources) != (self.value is not None), "either sources or a value"
@@ -101,7 +119,7 @@ class Program:
         with self.graph.inserting_before(first):
             node = self.graph.get_attr(name)
         mode = fake_mode(self.graph)
-        node.meta["val"] = mode.from_tensor(meta)
+        node.meta["val"] = mode.from_tensor(meta, static_shapes=True)
         return node
 
     def drop_unused(self) -> None:

@@ -85,6 +85,28 @@ def sources(node: fx.Node, through: Callable[[fx.Node], bool]) -> set[fx.Node]:
     return found
 
 
+def numbered(nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
+    """Tensors of the nodes' shapes whose elements are all different: 0, 1, 2, … through all nodes.
+
+    A region that only moves data shows with them where each element of its outputs comes from.
+    Symbolic sizes become 2, 3, 4 …
+    """
+    sizes: dict[Any, int] = {}
+    start, made = 0, {}
+    for node in nodes:
+        shape = []
+        for size in node.meta["val"].shape:
+            if isinstance(size, torch.SymInt):
+                for symbol in sorted(size.node.expr.free_symbols, key=str):
+                    sizes.setdefault(symbol, 2 + len(sizes))
+                size = int(size.node.expr.subs(sizes))
+            shape.append(size)
+        count = math.prod(shape)
+        made[node] = torch.arange(start, start + count).view(shape)
+        start += count
+    return made
+
+
 def writes(node: fx.Node) -> bool:
     """True for an operator that writes into its first argument."""
     schema = getattr(node.target, "_schema", None)
@@ -108,25 +130,3 @@ def _leads_to_write(node: fx.Node) -> bool:
 
 def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value  # traced on meta
-
-
-def numbered(nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
-    """Tensors of the nodes' shapes whose elements are all different: 0, 1, 2, … through all nodes.
-
-    A region that only moves data shows with them where each element of its outputs comes from.
-    Symbolic sizes become 2, 3, 4 …
-    """
-    sizes: dict[Any, int] = {}
-    start, made = 0, {}
-    for node in nodes:
-        shape = []
-        for size in node.meta["val"].shape:
-            if isinstance(size, torch.SymInt):
-                for symbol in sorted(size.node.expr.free_symbols, key=str):
-                    sizes.setdefault(symbol, 2 + len(sizes))
-                size = int(size.node.expr.subs(sizes))
-            shape.append(size)
-        count = math.prod(shape)
-        made[node] = torch.arange(start, start + count).view(shape)
-        start += count
-    return made

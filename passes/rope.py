@@ -145,7 +145,9 @@ class _Tables:
                 return f"cos and sin depend on {leaf.target}, whose value the build does not hold"
             given[leaf] = self.program.constants[str(leaf.target)]
         position = torch.arange(self.max_len)[None]
-        backwards = position[:, : -(-self.max_len // 2)].flip(1)
+        # Without the first and the longest: what depends on either shows.
+        first = min(1, self.max_len - 1)
+        backwards = position[:, first : max(2, -(-self.max_len // 2))].flip(1)
         values = run_region(wide, {**given, inputs[0]: position})
         again = run_region(wide, {**given, inputs[0]: backwards})
         if isinstance(values, str) or isinstance(again, str):

@@ -157,7 +157,8 @@ def read_complex(found: Match) -> Rotation | str:
         return refused
     if dtype != root.meta["val"].dtype:  # the operator rounds to x's dtype
         users = list(root.users)
-        if len(users) != 1 or users[0].meta["val"].dtype != dtype:
+        cast = len(users) == 1 and users[0].target is aten.to.dtype
+        if not cast or users[0].meta["val"].dtype != dtype:
             return f"the rotation of {dtype} is used as {root.meta['val'].dtype}"
         root = users[0]
     viewed = None

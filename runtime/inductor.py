@@ -16,6 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 # The packages call these operators.
+import seekforge.kernels.int4_linear
+import seekforge.kernels.int4_moe_experts
 import seekforge.kernels.moe_experts
 import seekforge.kernels.moe_route
 import seekforge.kernels.paged_attention

@@ -25,7 +25,7 @@ from seekforge.runtime.session import Chunk, open_session
 Engine = Callable[..., Path]
 Model = Callable[..., nn.Module]
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 BACKENDS = [
     *[("onnxruntime", family) for family in FAMILIES],
     ("inductor", "llama"),

@@ -82,6 +82,30 @@ def test_what_cannot_be_inspected(tmp_path: Path) -> None:
         describe(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 0}),
+        ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 3, "q_lora_rank": None}),
+        ("deepseek_v3", {"first_k_dense_replace": 2, "rope_interleave": False}),  # no experts
+        ("deepseek_v2", {"n_group": None, "topk_group": None}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+        ("deepseek_v2", {"q_lora_rank": 24, "first_k_dense_replace": 0}),
+        ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    ],
+)
+def test_fusions_found_are_those_expected(
+    tiny_checkpoint: Checkpoint, family: str, overrides: dict[str, Any]
+) -> None:
+    """B21: no count of dense layers or kind of projection is taken for granted."""
+    path = tiny_checkpoint(family, **overrides)
+    fusions = describe(path / "config.json")["config"]["graph"]["fusions"]
+    assert {k: f["found"] for k, f in fusions.items()} == {
+        k: f["expected"] for k, f in fusions.items()
+    }, fusions
+    assert ("moe" in fusions) == (overrides.get("first_k_dense_replace") != 2)
+
+
 def check_published(
     name: str, expected: dict[str, Any], fusions: dict[str, int], seconds: float
 ) -> None:

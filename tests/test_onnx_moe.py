@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from seekforge.compile.onnx_nodes import OnnxNodes
 from seekforge.kernels.moe_experts import moe_experts, moe_experts_reference
 from seekforge.kernels.moe_route import moe_route, moe_route_reference
 from seekforge.kernels.tolerance import assert_close, normalised_error
@@ -114,18 +115,33 @@ def test_a_sum_beyond_fp16_is_infinite_not_wrapped(op_onnx: Make) -> None:
         assert torch.equal(y.isinf(), expected.isinf()) and not y.isnan().any(), target
 
 
-def test_one_bad_token_leaves_the_others(op_onnx: Make) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), 60000.0])
+def test_one_bad_token_leaves_the_others(op_onnx: Make, bad: float) -> None:
     weights = stacked(torch.float16)
     x = torch.randn(7, H, generator=torch.Generator().manual_seed(2)).half()
     w, indices = chosen(7)
     expected = moe_experts_reference(x, w, indices, *weights.values())
-    x[3] = float("nan")
+    x[3] = bad
+    others = [0, 1, 2, 4, 5, 6]
     for target in ("onnxruntime", "tensorrt-rtx"):
         path = experts_onnx(op_onnx, torch.float16, target, weights)
         (y,) = run(path, "ORT_ENABLE_ALL", x=x, w=w, indices=indices)
-        assert y[3].isnan().all()
-        others = [0, 1, 2, 4, 5, 6]
+        assert not y[3].isfinite().all(), target
         assert normalised_error(y[others], expected[others]) < 2e-6, target
+
+
+@pytest.mark.parametrize(("target", "tokens"), [("onnxruntime", 9), ("tensorrt-rtx", 2)])
+def test_experts_not_chosen_are_not_read(op_onnx: Make, target: str, tokens: int) -> None:
+    """For TensorRT up to tokens * top_k = experts."""
+    weights = stacked(torch.float32)
+    x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(2))
+    w, indices = chosen(tokens, [0, 2, 5, 7])
+    expected = moe_experts_reference(x, w, indices, *weights.values())
+    for weight in weights.values():
+        weight[[1, 3, 4, 6]] = float("nan")
+    (y,) = run(experts_onnx(op_onnx, torch.float32, target, weights), "ORT_ENABLE_ALL",
+               x=x, w=w, indices=indices)  # fmt: skip
+    assert_close(y, expected, f"{target} {tokens=}")
 
 
 def test_leading_dimensions_are_free(op_onnx: Make) -> None:
@@ -158,6 +174,23 @@ def test_the_weights_stay_where_they_are(op_onnx: Make) -> None:
         onnx.checker.check_model(str(path), full_check=True)
 
 
+def test_nodes_of_branches_are_known_by_name(op_onnx: Make) -> None:
+    """So that a backend's refusal names them, and that one it drops is noticed."""
+    path = experts_onnx(op_onnx, torch.float16, "tensorrt-rtx", stacked(torch.float16))
+    nodes = OnnxNodes(path)
+    kinds = [nodes.by_name[name].op_type for name in nodes.carrying_data]
+    assert kinds.count("MatMul") == 2 and kinds.count("ReduceMax") == 1
+    assert "Shape" not in kinds and "Size" not in kinds
+    assert {nodes.by_name[n].op_type for n in nodes.readers("gate_up")} == {"Gather", "MatMul"}
+    # What no output of a branch needs is not missed.
+    (choice,) = (node for node in nodes.model.graph.node if node.op_type == "If")
+    branch = choice.attribute[0].g
+    branch.node.append(onnx.helper.make_node("Relu", ["x"], ["unused"], name="unused"))
+    changed = OnnxNodes(path.with_name("changed.onnx"))
+    changed.path.write_bytes(nodes.model.SerializeToString())
+    assert "unused" in changed.by_name and changed.carrying_data == nodes.carrying_data
+
+
 ROUTES: dict[str, dict[str, Any]] = {
     "v3": {"bias": True, "scoring": "sigmoid", "groups": 4, "top_groups": 2,
            "group_score": "top2", "normalise": True, "scale": 2.5},
@@ -174,7 +207,7 @@ DEFAULTS = {
 
 
 def route_onnx(
-    make: Make, dtype: torch.dtype, bias: Tensor | None, options: dict[str, Any]
+    make: Make, dtype: torch.dtype, bias: Tensor | None, options: dict[str, Any], experts: int = E
 ) -> Path:
     def function(graph: torch.fx.Graph, logits: torch.fx.Node, *rest: torch.fx.Node) -> list[Any]:
         args = (logits, rest[0] if rest else None, *options.values())
@@ -182,7 +215,7 @@ def route_onnx(
         return [graph.call_function(operator.getitem, (pair, i)) for i in range(2)]
 
     weights = {} if bias is None else {"bias": bias}
-    return make(function, {"x": (dtype, ("tokens", E))}, weights, ["w", "indices"])
+    return make(function, {"x": (dtype, ("tokens", experts))}, weights, ["w", "indices"])
 
 
 def spread(weights: Tensor, indices: Tensor) -> Tensor:
@@ -219,6 +252,24 @@ def test_an_excluded_group_does_not_win_with_negative_scores(op_onnx: Make) -> N
     w, indices = run(path, "ORT_ENABLE_ALL", x=scores.logit())
     assert sorted(indices[0].tolist()) == [0, 1]
     torch.testing.assert_close(w.sort().values, torch.tensor([[1.17647, 1.32353]]))
+
+
+@pytest.mark.parametrize(
+    ("scoring", "group_score", "right"), [("softmax", "max", [0, 1]), ("sigmoid", "top2", [2, 3])]
+)
+def test_the_score_of_a_group_is_its_familys(
+    op_onnx: Make, scoring: str, group_score: str, right: list[int]
+) -> None:
+    """V2 takes the group of the best expert, V3 that of the best two."""
+    scores = torch.tensor([[0.40, 0.01, 0.25, 0.24, 0.05, 0.05]])
+    logits = scores.log() if scoring == "softmax" else scores.logit()
+    groups = {"scoring": scoring, "groups": 3, "top_groups": 1, "group_score": group_score}
+    options = DEFAULTS | groups
+    del options["bias"]
+    path = route_onnx(op_onnx, torch.float32, None, options, experts=6)
+    w, indices = run(path, "ORT_ENABLE_ALL", x=logits)
+    assert sorted(indices[0].tolist()) == right
+    torch.testing.assert_close(w, scores.gather(1, indices))
 
 
 def test_routing_of_batches_with_groups(op_onnx: Make) -> None:

@@ -17,7 +17,7 @@ from seekforge.kernels.mla_attention import mla_attention
 from seekforge.kernels.rope import rope
 from seekforge.kernels.tolerance import assert_close, normalised_error
 from seekforge.passes.mla import fuse_mla
-from seekforge.passes.pipeline import run_fusions
+from seekforge.passes.pipeline import run_fusions, run_pipeline
 from seekforge.passes.program import Program
 from seekforge.passes.region import writes
 from seekforge.passes.rule import PassResult
@@ -121,6 +121,38 @@ def test_second_run_changes_nothing(exported: Callable[..., Any]) -> None:
     again = fuse_mla(program)
     assert (again.fired, again.misses) == (0, ())
     assert str(program.graph) == before
+
+
+@pytest.mark.parametrize("form", ["ragged", "padded"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2"])
+def test_chunks_through_the_cache_equal_eager(
+    exported: Callable[..., Any], family: str, form: str
+) -> None:
+    """12 tokens as 5, 1, 5, 1, so decompressed and absorbed in turn; the pool begins as NaN."""
+    program, module = exported(family, num_hidden_layers=1)
+    _, inputs = run_pipeline(program, form, MAX_LEN, None)
+    (entry,) = (entry for entry in inputs if "_pool_" in entry.name)
+    assert (entry.name, entry.dims[2:]) == ("latent_pool_0", (16 + 8,))  # all that is cached
+    ids, blocks, size = torch.randint(0, 293, (12,)), torch.tensor([[5, 1, 3]]), 4
+    pool = torch.full((6, size, 24), torch.nan)
+    at = torch.arange(12)
+    slots = blocks[0, at // size] * size + at % size
+    logits = []
+    for chunk in at.split([5, 1, 5, 1]):
+        past, count = torch.tensor([int(chunk[0])]), len(chunk)
+        rows = torch.arange(count)
+        if form == "ragged":
+            index = (slots[chunk], blocks, past + count, torch.tensor([0, count]), rows)
+            args = (ids[chunk], chunk, *index, pool)
+        else:
+            args = (ids[None, chunk], chunk[None], blocks, past, rows, pool)
+        y, *new = run(program, module.state_dict().__getitem__, *args)
+        if new:
+            pool.view(-1, 24)[slots[chunk]] = new[0][0]
+        logits.append(y)
+    (eager,) = module(input_ids=ids[None], use_cache=False).logits
+    for position, (y, right) in enumerate(zip(torch.cat(logits), eager, strict=True)):
+        assert_close(y, right, f"{family} {form} {position=}")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
 from seekforge.compile.execute import run
@@ -41,13 +43,19 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
     ("qwen2", {}),
     ("qwen3", {}),
-]
+    ("deepseek_v3", {"first_k_dense_replace": 2}),
+    ("deepseek_v3", {"rope_interleave": False}),
+    ("deepseek_v3", {"rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+        "mscale": 0.707, "mscale_all_dim": 1.0,
+    }}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "overrides"), MODELS)
 def test_whole_models(exported: Callable[..., Any], family: str, overrides: dict[str, Any]) -> None:
     """Bitwise in fp32 at the first and at late positions, whatever the scaling; one table."""
-    layers = 1 if overrides else 2
+    layers = 1 if overrides and "first_k_dense_replace" not in overrides else 2
     program, module = exported(family, num_hidden_layers=layers, **overrides)
     result = fused(program)
     assert (result.fired, result.misses) == (layers, ())
@@ -60,6 +68,28 @@ def test_whole_models(exported: Callable[..., Any], family: str, overrides: dict
         (logits,) = run(program, module.get_parameter, ids, positions, False)
         eager = module(input_ids=ids, position_ids=positions, use_cache=False).logits
         assert torch.equal(logits, eager), f"{start=}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_complex_numbers(exported: Callable[..., Any], dtype: torch.dtype) -> None:
+    """DeepSeek-V2: not bitwise, a complex product may be fused. YaRN's factor is in the table."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+               "mscale": 0.707, "mscale_all_dim": 1.0}  # fmt: skip
+    program, module = exported("deepseek_v2", dtype, num_hidden_layers=1, rope_scaling=scaling)
+    result = fused(program)
+    assert (result.fired, result.misses) == (1, ())
+    assert {name for name in program.weights if "rope" in name} == {"rope.cos", "rope.sin"}
+    first = program.weights["rope.cos"].value[0]
+    assert torch.equal(first, torch.full_like(first, module.model.rotary_emb.attention_scaling))
+    assert first[0] != 1
+    for operator in ("view_as_complex", "view_as_real", "polar"):
+        assert not program.nodes(getattr(torch.ops.aten, operator).default)
+    ids = torch.randint(0, 293, (3, 5))
+    for start in (0, 200):
+        positions = torch.arange(5).expand(3, 5) + start
+        (logits,) = run(program, module.get_parameter, ids, positions, False)
+        eager = module(input_ids=ids, position_ids=positions, use_cache=False).logits
+        assert_close(logits, eager, f"{start=}")
 
 
 def test_second_run_changes_nothing(exported: Callable[..., Any]) -> None:
@@ -118,6 +148,35 @@ def trailing(m: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Ten
     return torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope), -1)
 
 
+def pairs(m: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """DeepSeek-V3: even dims of the result in front, then the odd ones."""
+    q, k = apply_rotary_pos_emb_interleave(
+        q.transpose(1, 2), k.transpose(1, 2), *angles(m, positions, q.dtype)
+    )
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def evens_first(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:-1], x.shape[-1] // 2, 2).transpose(-1, -2).reshape(x.shape)
+
+
+def split_pairs(m: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """DeepSeek-V3 in older releases: de-interleave, then rotate halves. k was [batch, seq, dim]."""
+    k = k.flatten(2).view(k.shape[0], 1, k.shape[1], k.shape[3])
+    q, k = (evens_first(x) for x in (q.transpose(1, 2), k))
+    q, k = apply_rotary_pos_emb(q, k, *angles(m, positions, q.dtype))
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def complex_pairs(m: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """DeepSeek-V2. k was [batch, seq, dim]."""
+    k = k.flatten(2).view(k.shape[0], 1, k.shape[1], k.shape[3])
+    angle = positions[..., None].to(torch.float32) * m.constant
+    q, k = apply_rotary_emb(q.transpose(1, 2), k, torch.polar(torch.ones_like(angle), angle))
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+INTERLEAVED = {"pairs": pairs, "split pairs": split_pairs, "complex": complex_pairs}
 FORMS = {
     "heads first": (rotate, DIM),
     "tokens first": (rotate_token_major, DIM),
@@ -140,10 +199,27 @@ def test_forms(traced: Callable[..., Any], function: Callable[..., Any], head_di
         assert all(map(torch.equal, run(program, module.get_parameter, *x), module(*x)))
 
 
-def test_bf16_is_within_the_table(traced: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_interleaved_pairs(traced: Callable[..., Any], name: str) -> None:
+    """B01: pairs (2i, 2i + 1), in every spelling; positions 0, 7 and 700; k of one head."""
+    inputs = draw()
+    program, module = traced(INTERLEAVED[name], *inputs, constant=FREQUENCIES)
+    result = fused(program)
+    assert (result.fired, result.misses) == (1, ())
+    (node,) = program.nodes(rope)
+    assert node.args[5] is True
+    assert [x.meta["val"].shape[2:] for x in node.args[:2]] == [(HEADS, DIM), (1, DIM)]
+    for x in (inputs, [t[:1, :3] for t in inputs]):
+        for y, right in zip(run(program, module.get_parameter, *x), module(*x), strict=True):
+            assert_close(y, right, name)
+            assert name == "complex" or torch.equal(y, right)
+
+
+@pytest.mark.parametrize("function", [rotate, *INTERLEAVED.values()])
+def test_bf16_is_within_the_table(traced: Callable[..., Any], function: Callable[..., Any]) -> None:
     """Not bitwise: the model rounds cos, sin and both products, the operator rounds once."""
     inputs = draw(dtype=torch.bfloat16)
-    program, module = traced(rotate, *inputs, constant=FREQUENCIES)
+    program, module = traced(function, *inputs, constant=FREQUENCIES)
     assert fused(program).fired == 1
     for y, right in zip(run(program, module.get_parameter, *inputs), module(*inputs), strict=True):
         assert_close(y, right, "bf16")
@@ -191,6 +267,31 @@ def plain(m: nn.Module, positions: Tensor) -> Tensor:
     return torch.cat((half, half), -1)
 
 
+def with_pairs(turn: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A rotation of even and odd dims x1, x2 by turn(x1, x2, cos, sin)."""
+
+    def function(m: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> list[Tensor]:
+        cos, sin = (x[..., : DIM // 2].unsqueeze(2) for x in angles(m, positions, q.dtype))
+        return [turn(x[..., 0::2], x[..., 1::2], cos, sin) for x in (q, k)]
+
+    return function
+
+
+def with_complex(change: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A complex rotation whose frequencies are change(polar numbers, q)."""
+
+    def function(m: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> Any:
+        angle = positions[..., None].to(torch.float32) * m.constant
+        freqs = change(torch.polar(torch.ones_like(angle), angle), q)
+        return apply_rotary_emb(q.transpose(1, 2), k.transpose(1, 2), freqs)
+
+    return function
+
+
+def one_split(m: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    return apply_rotary_pos_emb(evens_first(q), k, *angles(m, positions, q.dtype), unsqueeze_dim=2)
+
+
 def only_q(m: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
     return apply_rotary_pos_emb(q, k, *angles(m, positions, q.dtype), unsqueeze_dim=2)[0]
 
@@ -230,6 +331,29 @@ NEAR_MISSES: dict[str, tuple[Callable[..., Any], str]] = {
     "one angle for all tokens": (
         with_angles(lambda m, q, p: plain(m, p)[:, :1]), "expected one row a token",
     ),
+    "pairs turned backwards": (
+        with_pairs(lambda a, b, c, s: torch.cat((a * c + b * s, b * c - a * s), -1)),
+        "expected aten.cat, found aten.slice",
+    ),
+    "pairs with cos and sin exchanged": (
+        with_pairs(lambda a, b, c, s: torch.cat((a * c - b * s, b * s + a * c), -1)),
+        "in one place and",
+    ),
+    "odd dims first": (
+        with_pairs(lambda a, b, c, s: torch.cat((b * c - a * s, a * c + b * s), -1)),
+        "expected 0, found 1",
+    ),
+    "complex angles of the data": (
+        with_complex(lambda f, q: f * q[..., :1].mean(2)), "depend on .*x0",
+    ),
+    "one complex angle for all tokens": (
+        with_complex(lambda f, q: f[:, :1]), "expected one row a token",
+    ),
+    "complex angle of the first position": (
+        with_complex(lambda f, q: f / f.real.amax(1, keepdim=True)),
+        "depends on the other positions",
+    ),
+    "only q is de-interleaved": (one_split, "1 rotations in one module, expected q and k"),
     "no k": (only_q, "1 rotations in one module, expected q and k"),
 }  # fmt: skip
 

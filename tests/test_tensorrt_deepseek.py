@@ -15,6 +15,7 @@ from seekforge.compile.tensorrt import TensorRTResult, build_tensorrt
 from seekforge.kernels.gathered_mla_attention import gathered_mla_attention
 from seekforge.kernels.moe_experts import moe_experts
 from seekforge.kernels.moe_route import moe_route
+from seekforge.runtime.manifest import read_manifest
 from seekforge.runtime.profiles import Profile, ShapeRange
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
@@ -111,3 +112,17 @@ def test_latent_attention_builds(
     assert result.layers["network"]["softmax"] == 1
     for number in range(2):
         assert result.layers["profiles"][number]["compiled"]["gemm"] >= 3
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2"])
+def test_whole_models_build(tiny_engine: Callable[..., Path], family: str) -> None:
+    """Two layers, the second a mixture of experts; float16, both profiles."""
+    manifest = read_manifest(tiny_engine(family, "tensorrt-rtx", dtype="float16"))
+    assert manifest.layers is not None
+    network = manifest.layers["network"]
+    assert network["conditional_output"] == 1  # the experts
+    assert "attention" not in network  # written out: nothing to be fused or not
+    assert network["softmax"] == 2 + (family == "deepseek_v2")  # V2 routes with one
+    assert network["topk"] == (3 if family == "deepseek_v3" else 1)
+    for profile in manifest.layers["profiles"]:
+        assert profile["compiled"]["cjmp"] == 1 and profile["compiled"]["gemm"] > 10

@@ -1,0 +1,129 @@
+"""The experts of a mixture of experts with INT4 weights (formats: kernels/int4, moe_experts).
+
+    x                [..., hidden]
+    weights          [..., top_k], indices [..., top_k]               int64
+    gate_up_q        [experts, 2 * intermediate, hidden / 2]          uint8; gate rows, then up rows
+    gate_up_scales   [experts, 2 * intermediate, hidden / group_size]
+    gate_up_zeros    like gate_up_scales, uint8, or None: symmetric
+    down_q           [experts, hidden, intermediate / 2]              uint8
+    down_scales      [experts, hidden, groups]: the group size of `down` follows from the shapes,
+                     for group_size need not divide `intermediate`
+    down_zeros       like down_scales, uint8, or None
+    y                [..., hidden]
+
+Computes what `moe_experts` computes with the decoded weights. On the CPU only the experts that some
+token chose are read, each decoded once, one after the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from seekforge.kernels.int4 import SYMMETRIC_ZERO, grouped
+from seekforge.kernels.int4_linear import int4_linear_reference
+from seekforge.kernels.ops import register
+from seekforge.kernels.swiglu import swiglu_reference
+
+Packed = tuple[Tensor, Tensor, Tensor | None]  # qweight, scales, zeros
+
+
+def int4_moe_experts_reference(
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up_q: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    down_q: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    group_size: int,
+) -> Tensor:
+    top_k = indices.shape[-1]
+    tokens = x.reshape(-1, x.shape[-1])
+    # fp16 experts are computed in fp32: products of models trained in bf16 pass 65504.
+    wide = tokens.float() if x.dtype is torch.float16 else tokens
+    gate_up, down = (
+        (gate_up_q, gate_up_scales, gate_up_zeros),
+        (down_q, down_scales, down_zeros),
+    )
+    y = torch.zeros_like(tokens, dtype=torch.float32, memory_format=torch.contiguous_format)
+    chosen = indices.flatten()
+    order = chosen.argsort(stable=True)
+    rows, by_expert = order // top_k, weights.flatten().float()[order, None]
+    start = 0
+    for e, count in enumerate(chosen.bincount(minlength=gate_up_q.shape[0]).tolist()):
+        if count:
+            part = slice(start, start + count)
+            inner = swiglu_reference(_product(wide[rows[part]], gate_up, e))
+            y.index_add_(0, rows[part], _product(inner, down, e).float() * by_expert[part])
+            start += count
+    return y.to(x.dtype).view(x.shape)
+
+
+def _product(x: Tensor, weight: Packed, expert: int) -> Tensor:
+    qweight, scales, zeros = weight
+    group_size = 2 * qweight.shape[-1] // scales.shape[-1]
+    zero = None if zeros is None else zeros[expert]
+    return int4_linear_reference(x, qweight[expert], scales[expert], zero, None, group_size)
+
+
+def _fake(
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up_q: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    down_q: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    group_size: int,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+int4_moe_experts = register(
+    "int4_moe_experts(Tensor x, Tensor weights, Tensor indices, "
+    "Tensor gate_up_q, Tensor gate_up_scales, Tensor? gate_up_zeros, "
+    "Tensor down_q, Tensor down_scales, Tensor? down_zeros, int group_size) -> Tensor",
+    reference=int4_moe_experts_reference,
+    fake=_fake,
+)
+
+
+def one_token_int4_experts(
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up_q: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    down_q: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    group_size: int,
+) -> Tensor:
+    """The same for exactly one token in all, written for a compiler: no data-dependent Python."""
+    chosen = indices.flatten()  # [top_k]
+    row = x.flatten().float()[None]
+    hidden = _rows_product(row, (gate_up_q, gate_up_scales, gate_up_zeros), chosen)
+    gate, up = hidden.chunk(2, -1)  # [top_k, intermediate]
+    out = _rows_product(silu(gate) * up, (down_q, down_scales, down_zeros), chosen)
+    return (out * weights.reshape(-1, 1)).sum(0).to(x.dtype).view(x.shape)
+
+
+def _rows_product(x: Tensor, weight: Packed, chosen: Tensor) -> Tensor:
+    """x [top_k or 1, in_features] times the weights of the chosen experts -> [top_k, out_features].
+
+    Reduces over (groups, bytes of a group), which keeps Inductor's loop along the bytes."""
+    qweight, scales, zeros = weight
+    q = grouped(qweight[chosen], scales.shape[-1]).int()
+    zero = SYMMETRIC_ZERO if zeros is None else zeros[chosen][..., None].int()
+    even, odd = (
+        grouped(x[:, None, i::2], scales.shape[-1]) for i in (0, 1)
+    )  # [top_k or 1, 1, groups, bytes]
+    products = ((q & 15) - zero).float() * even + ((q >> 4) - zero).float() * odd
+    return (products * scales[chosen][..., None].float()).sum((-1, -2))
