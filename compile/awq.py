@@ -7,9 +7,9 @@ both grids contain. Knows nothing of models or files.
 Source: Lin et al., "AWQ: Activation-aware Weight Quantization", 2023 (scale and clip grids).
 
 The loss of a rounded weight W' is |X (W' - W)^T|^2 over all tokens X. It depends on X only through
-X^T X, so up to `ROWS` tokens are kept as they are, and more are mixed into `ROWS` rows S X by random
-signs S: E[(S X)^T (S X)] = X^T X. Every token counts, memory doesn't grow with the text, and all
-candidates are judged by the same rows.
+X^T X, so up to `ROWS` tokens are kept as they are, and more are mixed into `ROWS` rows S X by
+random signs S: E[(S X)^T (S X)] = X^T X. Every token counts, memory doesn't grow with the text, and
+all candidates are judged by the same rows.
 """
 
 from __future__ import annotations
@@ -83,13 +83,23 @@ class Collector:
 
 @dataclass(frozen=True, slots=True)
 class ScaleSearch:
-    """scales [in_features]; ratio: of the best grid point, 0 is plain rounding. Errors are relative:
-    |X (W' - W)^T|^2 / |X W^T|^2 over all weights of the group, with these scales and with none."""
+    """scales [in_features]; ratio: of the best grid point, 0 is plain rounding. loss, plain_loss:
+    |X (W' - W)^T|^2 over all weights of the group, with these scales and with none; size:
+    |X W^T|^2."""
 
     scales: Tensor
     ratio: float
-    error: float
-    plain_error: float
+    loss: float
+    plain_loss: float
+    size: float
+
+    @property
+    def error(self) -> float:
+        return self.loss / (self.size or 1.0)
+
+    @property
+    def plain_error(self) -> float:
+        return self.plain_loss / (self.size or 1.0)
 
 
 def search_scales(
@@ -104,26 +114,25 @@ def search_scales(
     inputs: for each weight what it saw (experts see different tokens). tie: makes channels equal
     that must share a scale. Without any token the scales are ones and the errors 0.
     """
-    tokens = sum(seen.tokens for seen in {id(seen): seen for seen in inputs}.values())
+    distinct = {id(seen): seen for seen in inputs}.values()
+    tokens = sum(seen.tokens for seen in distinct)
     ones = torch.ones(weights[0].shape[-1])
     if not tokens:
-        return ScaleSearch(ones, 0.0, 0.0, 0.0)
-    distinct = {id(seen): seen for seen in inputs}.values()
+        return ScaleSearch(ones, 0.0, 0.0, 0.0, 0.0)
     total = torch.stack([seen.mean_abs * (seen.tokens / tokens) for seen in distinct]).sum(0)
     mean_abs = tie(total)
-    size = sum(_squares(w, seen.rows) for w, seen in zip(weights, inputs, strict=True)) or 1.0
-    best = plain = ScaleSearch(ones, 0.0, float("inf"), float("inf"))
+    pairs = list(zip(weights, inputs, strict=True))
+    size = sum(squares(weight, seen.rows) for weight, seen in pairs)
+    best: ScaleSearch | None = None
+    plain = 0.0
     for point in range(points):
-        ratio = point / points
-        scales = normalised(mean_abs, ratio)
-        loss = sum(
-            float(output_errors(w, seen.rows, recipe, scales).sum())
-            for w, seen in zip(weights, inputs, strict=True)
-        )
-        if not point:
-            plain = ScaleSearch(ones, 0.0, loss / size, loss / size)
-        if loss / size < best.error:
-            best = ScaleSearch(scales, ratio, loss / size, plain.error)
+        scales = normalised(mean_abs, point / points)
+        loss = sum(float(output_errors(w, seen.rows, recipe, scales).sum()) for w, seen in pairs)
+        if point == 0:
+            plain = loss
+        if best is None or loss < best.loss:
+            best = ScaleSearch(scales, point / points, loss, plain, size)
+    assert best is not None, "an empty grid"
     return best
 
 
@@ -175,8 +184,8 @@ def output_errors(
     scales: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> Tensor:
-    """|X (W' - W)^T|^2 of each output feature [out_features]; W' is W rounded after its columns were
-    multiplied by `scales`, and divided by them again."""
+    """|X (W' - W)^T|^2 of each output feature [out_features]; W' is W rounded after its columns
+    were multiplied by `scales`, and divided by them again."""
     if scales is not None:
         rows = rows / scales
     errors = torch.empty(weight.shape[0])
@@ -192,7 +201,7 @@ def relative_error(
 ) -> float:
     """|X (W' - W)^T|^2 / |X W^T|^2 of one weight."""
     loss = float(output_errors(weight, rows, recipe, clip=clip).sum())
-    return loss / (_squares(weight, rows) or 1.0)
+    return loss / (squares(weight, rows) or 1.0)
 
 
 def _rounding_error(weight: Tensor, recipe: Recipe, clip: Tensor | None) -> Tensor:
@@ -200,7 +209,8 @@ def _rounding_error(weight: Tensor, recipe: Recipe, clip: Tensor | None) -> Tens
     return rounded.sub_(weight)
 
 
-def _squares(weight: Tensor, rows: Tensor) -> float:
+def squares(weight: Tensor, rows: Tensor) -> float:
+    """|X W^T|^2."""
     return sum(float((rows @ chunk.T).square().sum()) for _, chunk in _chunks(weight))
 
 

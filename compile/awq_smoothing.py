@@ -1,7 +1,7 @@
 """Smoothing as factors: for each weight, what its rows and its columns are multiplied by.
 
-In: a scale group and the scales of its input channels. Out: `Factors` by parameter name, which leave
-the layer's output as it is (before rounding), and which the weight writer applies tensor by tensor.
+In: a scale group and the scales of its input channels. Out: `Factors` by parameter name, which
+leave the layer's output as it is (before rounding) and are applied tensor by tensor.
 Knows nothing of how the scales were chosen.
 """
 

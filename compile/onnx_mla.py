@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from seekforge.compile.onnx_attention import attention_mask, flatten_heads
+from seekforge.compile.onnx_attention import attention_mask, flatten_heads, tables_after
 from seekforge.compile.onnx_builder import OnnxBuilder, Value
 
 LOWEST = float(torch.finfo(torch.float32).min)
@@ -66,7 +66,8 @@ def translate_gathered_mla_attention(
     (rope,), (rank,) = _static(node.args[1], 1), _static(node.args[2], 1)
     v_dim = _static(node.args[7], 2)[0] // heads - nope
     dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
-    cached = b.reshape(b.op("Gather", latent_pool, block_tables, axis=0), [0, -1, rank + rope])
+    cached = b.op("Gather", latent_pool, tables_after(b, block_tables, q_nope), axis=0)
+    cached = b.reshape(cached, [0, -1, rank + rope])
     # What lies behind a context may be NaN of an earlier sequence: 0 * NaN is NaN.
     known = _known(b, block_tables, latent_pool, past_lens)
     cached = b.op("Where", known, cached, b.constant(0.0, dtype))

@@ -75,17 +75,21 @@ def group_size_of(in_features: int, wanted: int) -> int | None:
 
 
 def quantise(
-    weight: Tensor, group_size: int, symmetric: bool = True, clip: Tensor | None = None
+    weight: Tensor,
+    group_size: int,
+    symmetric: bool = True,
+    clip: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Int4:
     """Rounds a weight [..., out_features, in_features] to the nearest representable one.
 
-    clip: [..., out_features, groups], the largest magnitude a weight of the group keeps. Scales
-    are in the dtype of `weight`. Raises InputError where group_size does not divide in_features or
+    clip: [..., out_features, groups], the largest magnitude a weight of the group keeps. dtype:
+    of the scales; None: that of `weight`. Raises InputError where group_size does not divide in_features or
     a weight is not finite.
     """
     _check(weight, group_size)
     values = clipped_groups(weight, group_size, clip)
-    scales, zeros = _scales(values, symmetric, weight.dtype)
+    scales, zeros = _scales(values, symmetric, dtype or weight.dtype)
     q = _round(values, scales, zeros)
     return Int4(pack(q.to(torch.uint8).flatten(-2)), scales, zeros)
 

@@ -38,9 +38,13 @@ class Decode:
 
 # (dtype or kind of the pools, most programs per multiprocessor without splitting) -> row
 DECODE: dict[str, list[tuple[float, Decode]]] = {
-    "bfloat16": [(1.0, Decode(64, 1.0, 4, 3)), (float("inf"), Decode(64, 2.0, 4, 3))],
-    "int8": [(float("inf"), Decode(64, 2.0, 4, 3))],
-    "fp8": [(float("inf"), Decode(64, 2.0, 4, 3))],
+    "bfloat16": [
+        (0.5, Decode(64, 1.0, 4, 3)),
+        (1.2, Decode(128, 1.0, 4, 3)),
+        (float("inf"), Decode(64, 1.0, 4, 4)),
+    ],
+    "int8": [(float("inf"), Decode(128, 1.0, 4, 4))],
+    "fp8": [(float("inf"), Decode(128, 1.0, 4, 4))],
     "float32": [(float("inf"), Decode(32, 2.0, 4, 2))],
 }
 
@@ -56,17 +60,16 @@ def decode_config(kind: str, *, tiles: int, context: int, dim: int, processors: 
     return Config(16, block_n, splits, row.warps, row.stages)
 
 
-# dtype of q and the pools, with head dims up to 128
-PREFILL: dict[str, Config] = {
-    "bfloat16": Config(128, 64, 1, 8, 3),
-    "float32": Config(32, 32, 1, 4, 2),
+# dtype of q and the pools -> with bulk copies of whole tiles, and without; head dims up to 128
+PREFILL: dict[str, tuple[Config, Config]] = {
+    "bfloat16": (Config(64, 64, 1, 4, 3), Config(128, 64, 1, 8, 4)),
+    "float32": (Config(32, 32, 1, 4, 2), Config(32, 32, 1, 4, 2)),
 }
 
 
-def prefill_config(kind: str, dim: int) -> Config:
-    if kind != "float32":
-        kind = "bfloat16"
-    row = PREFILL[kind]
+def prefill_config(kind: str, dim: int, *, tiles: bool) -> Config:
+    """kind: the dtype of q and the pools; tiles: whether the pools have them (paged_prefill.py)."""
+    row = PREFILL.get(kind, PREFILL["bfloat16"])[0 if tiles else 1]
     if dim <= 128:
         return row
     return Config(max(16, row.block_m // 2), max(16, row.block_n // 2), 1, 4, 2)
@@ -75,7 +78,7 @@ def prefill_config(kind: str, dim: int) -> Config:
 # (dtype, rows of one token: up to 16 heads, or more) -> row; waves as in Decode
 MLA: dict[tuple[str, bool], tuple[int, int, float, int, int]] = {
     # block_m, block_n, waves, warps, stages
-    ("bfloat16", False): (16, 32, 1.0, 4, 4),
+    ("bfloat16", False): (16, 64, 1.0, 4, 3),
     ("bfloat16", True): (64, 64, 1.0, 8, 2),
     ("float32", False): (16, 16, 1.0, 4, 1),
     ("float32", True): (16, 16, 1.0, 4, 1),

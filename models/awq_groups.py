@@ -71,6 +71,10 @@ EXPERTS = (
     ScaleGroup("mlp.experts.gate_up_proj", ("mlp.experts.down_proj",), rows="up"),
     ScaleGroup("mlp.shared_experts.up_proj.weight", ("mlp.shared_experts.down_proj.weight",)),
 )
+# Queries and keys meet in a product: clipping them for their own sakes hurts it (AutoAWQ, too).
+UNCLIPPED = frozenset(
+    f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "q_a_proj", "q_b_proj")
+)
 GROUPS: Mapping[str, tuple[ScaleGroup, ...]] = {
     "llama": ATTENTION + DENSE,
     "qwen2": ATTENTION + DENSE,

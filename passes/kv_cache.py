@@ -100,7 +100,7 @@ def insert_kv_cache(program: Program, form: str) -> tuple[list[PassResult], list
     for index, node in enumerate(layers):
         dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
         for kind, shape in KINDS[node.target].pools(node).items():
-            dims = ("blocks", "block_size", *shape)
+            dims: tuple[int | str, ...] = ("blocks", "block_size", *shape)
             inputs.append(GraphInput(f"{kind}_pool_{index}", dtype, dims))
 
     old = {node.name: node for node in graph.find_nodes(op="placeholder")}

@@ -1,4 +1,4 @@
-"""Smoothing changes nothing before rounding: every pair of every family, on transformers' layers."""
+"""Smoothing changes nothing before rounding: every pair of every family, in transformers."""
 
 from __future__ import annotations
 

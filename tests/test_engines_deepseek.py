@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from seekforge.compile.build import Options, build
 from seekforge.compile.compare import compare
 from seekforge.compile.perplexity import read_text
+from seekforge.models.config import parse_config
+from seekforge.models.spec import ModelSpec
 from seekforge.runtime.llm import LLM
+from seekforge.runtime.manifest import KVLayout
+from seekforge.runtime.padded import make_pools
 from seekforge.runtime.sampling import SamplingParams
 from seekforge.runtime.session import open_session
 
@@ -91,6 +95,15 @@ def test_the_cache_holds_the_latent_alone(dtype: str, tiny_engine: Engine) -> No
     layers = session.manifest.kv.num_layers
     assert stored / (11 * 8 * layers) == (16 + 8) * element
     assert session.manifest.kv.token_bytes == layers * (16 + 8) * element
+
+
+def test_a_token_of_v3_takes_1152_bytes_a_layer() -> None:
+    config = parse_config(Path(__file__).parent / "configs" / "deepseek-v3.json")
+    spec = ModelSpec.from_config(config)
+    kv = KVLayout(2, 16, spec.kv_pools, "bfloat16", dynamic_block_size=True)
+    pools = make_pools(kv, 3, 16, torch.device("cpu"))
+    assert list(pools) == ["latent_pool_0", "latent_pool_1"]
+    assert sum(pool.nbytes for pool in pools.values()) / (3 * 16 * 2) == 2 * (512 + 64) == 1152
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "qwen3_moe"])

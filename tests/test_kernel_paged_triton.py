@@ -85,13 +85,32 @@ def test_prefill_tiles(
     block_m: int, block_n: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(
-        paged_prefill, "prefill_config", lambda *_: Config(block_m, block_n, 1, 4, 2)
+        paged_prefill, "prefill_config", lambda *_, **__: Config(block_m, block_n, 1, 4, 2)
     )
     case = cached_sequences(
         [(0, 25), (33, 7), (2, 2)], heads=7, kv_heads=1, block_size=16, device=kernel_device
     )
     y = paged_attention_triton(*case.paged())
     assert_close(y, case.expected, f"{block_m=} {block_n=}")
+
+
+def test_prefill_by_bulk_copies(
+    cached_sequences: Make, kernel_device: str, poisoned: None, monkeypatch: Patch
+) -> None:
+    """The path of Hopper, whose descriptors the interpreter knows too."""
+    seen = []
+    make = paged_prefill.pool_tiles
+    monkeypatch.setattr(paged_prefill, "overlaps_launches", lambda _: True)
+    monkeypatch.setattr(
+        paged_prefill, "pool_tiles", lambda *given: seen.append(make(*given)) or seen[-1]
+    )
+    case = cached_sequences(
+        [(0, 70), (130, 17), (64, 2), (3, 1)], qk_dim=32, v_dim=16, block_size=128,
+        dtype=torch.float16, device=kernel_device,
+    )  # fmt: skip
+    y = paged_attention_triton(*case.paged())
+    assert len(seen) == 2 and None not in seen
+    assert_close(y, case.expected, "bulk copies")
 
 
 def test_no_more_tokens_than_sequences_but_not_one_each(

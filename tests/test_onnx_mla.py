@@ -16,6 +16,7 @@ from seekforge.kernels.gathered_mla_attention import (
     gathered_mla_attention,
     gathered_mla_attention_reference,
 )
+from seekforge.kernels.moe_experts import moe_experts
 from seekforge.kernels.tolerance import assert_close, normalised_error
 
 Make = Callable[..., Path]
@@ -28,8 +29,8 @@ CASES = [  # batch, seq, cached tokens of each
 ]  # fmt: skip
 
 
-def mla_onnx(make: Make, dtype: torch.dtype, target: str, kv_b: Tensor) -> Path:
-    inputs = {
+def mla_inputs(dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int | str, ...]]]:
+    return {
         "q_nope": (dtype, ("batch", "seq", HEADS, NOPE)),
         "q_rope": (dtype, ("batch", "seq", HEADS, ROPE)),
         "latent": (dtype, ("batch", "seq", RANK)),
@@ -38,9 +39,12 @@ def mla_onnx(make: Make, dtype: torch.dtype, target: str, kv_b: Tensor) -> Path:
         "block_tables": (torch.int64, ("batch", "max_blocks")),
         "past_lens": (torch.int64, ("batch",)),
     }
+
+
+def mla_onnx(make: Make, dtype: torch.dtype, target: str, kv_b: Tensor) -> Path:
     return make(
         lambda graph, *nodes: [graph.call_function(gathered_mla_attention, (*nodes, SCALE))],
-        inputs, {"kv_b": kv_b}, ["new_y"], target,
+        mla_inputs(dtype), {"kv_b": kv_b}, ["new_y"], target,
     )  # fmt: skip
 
 
@@ -95,6 +99,37 @@ def test_equals_the_operator(op_onnx: Make, dtype: torch.dtype, target: str, lev
             assert_close(y, expected, what)
         else:
             assert y.dtype == dtype and normalised_error(y.float(), expected) < 4e-6, what
+
+
+def test_beside_experts_the_cache_is_read_after_the_query(op_onnx: Make) -> None:
+    """For TensorRT, which otherwise gathers the caches of all layers before the first If."""
+    kv_b, stack = kv_b_weight(torch.float32), torch.randn(4, 6, 5)
+    weights = {"kv_b": kv_b, "gate_up": stack, "down": torch.randn(4, 5, 3)}
+    extra = {
+        "x": (torch.float32, ("tokens", 5)),
+        "w": (torch.float32, ("tokens", 2)),
+        "indices": (torch.int64, ("tokens", 2)),
+    }
+
+    def function(graph: torch.fx.Graph, *nodes: torch.fx.Node) -> list[torch.fx.Node]:
+        latents, rest = nodes[:7], nodes[7:10]
+        return [
+            graph.call_function(gathered_mla_attention, (*latents, nodes[10], SCALE)),
+            graph.call_function(moe_experts, (*rest, *nodes[11:])),
+        ]
+
+    inputs = mla_inputs(torch.float32) | extra
+    path = op_onnx(function, inputs, weights, ["new_y", "logits"], "tensorrt-rtx")
+    given = inputs_of(2, 3, [3, 8], torch.float32)
+    more = {"x": torch.randn(1, 5), "w": torch.ones(1, 2), "indices": torch.tensor([[0, 3]])}
+    runner = session(path, "ORT_ENABLE_ALL")
+    found = runner.run(None, {name: v.numpy() for name, v in (given | more).items()})[0]
+    expected = gathered_mla_attention_reference(*given.values(), kv_b, SCALE)
+    assert_close(torch.from_numpy(found), expected, "beside experts")
+    graph = onnx.load(path, load_external_data=False).graph
+    maker = {name: node for node in graph.node for name in node.output}
+    (gather,) = (n for n in graph.node if n.op_type == "Gather" and n.input[0] == "pool")
+    assert maker[gather.input[1]].op_type == "Add"
 
 
 def test_both_forms_are_used(op_onnx: Make) -> None:

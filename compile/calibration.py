@@ -1,0 +1,345 @@
+"""AWQ calibration: runs text through the checkpoint one layer at a time and searches smoothing and
+clipping of each.
+
+In: an opened checkpoint, windows of tokens, and which tensors will be INT4. Out: a `Calibration`,
+which makes the smoothed and quantised tensors one by one as the weight writer asks for them. One
+decoder layer's weights (fp32) and the windows' hidden states are in memory, nothing else. The layer
+is transformers' own module; every layer sees the activations of the unquantised model, which
+smoothing doesn't change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from seekforge.compile.awq import (
+    ROWS,
+    Collector,
+    Recipe,
+    Statistics,
+    output_errors,
+    search_clip,
+    search_scales,
+)
+from seekforge.compile.awq_smoothing import Factors, Heads, merged, smoothing, tied
+from seekforge.kernels.int4 import Int4, grouped, quantise
+from seekforge.kernels.swiglu import swiglu_reference
+from seekforge.models.awq_groups import UNCLIPPED, ScaleGroup, scale_groups
+from seekforge.models.checkpoint import Checkpoint, tensors_for_parameter
+from seekforge.models.exportable import make_exportable
+from seekforge.models.module import build_module
+from seekforge.models.spec import ModelSpec
+
+EXPERTS = "mlp.experts"
+EXPERT_ROWS = 128  # rows kept for each expert: 256 experts of 7168 channels take 0.9 GB
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """What one scale group of one layer came to.
+
+    Errors are |X (W' - W)^T|^2 / |X W^T|^2 over the group's INT4 weights: `rtn_error` of plain
+    rounding, `scaled_error` after smoothing, `error` after smoothing and clipping.
+    clipped: share of the groups of weights whose largest magnitude was cut.
+    """
+
+    layer: int
+    producer: str
+    linears: tuple[str, ...]
+    ratio: float
+    rtn_error: float
+    scaled_error: float
+    error: float
+    clipped: float
+
+
+@dataclass(slots=True)
+class Calibration:
+    """A checkpoint with its smoothing and clipping: the weight writer's source.
+
+    factors, clips: by name of a stored tensor. expert_tokens: for each MoE layer how many tokens
+    each expert saw.
+    """
+
+    checkpoint: Checkpoint
+    tokens: int
+    factors: dict[str, Factors] = field(default_factory=dict)
+    clips: dict[str, Tensor] = field(default_factory=dict)
+    groups: list[GroupResult] = field(default_factory=list)
+    expert_tokens: dict[int, list[int]] = field(default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        """The stored tensor, smoothed (then in fp32)."""
+        tensor = self.checkpoint.read(name)
+        return self.factors[name].apply(tensor.float()) if name in self.factors else tensor
+
+    def int4(self, name: str, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4:
+        """The stored tensor smoothed, clipped and rounded; scales in `dtype`."""
+        return quantise(self.read(name), group_size, symmetric, self.clips.get(name), dtype)
+
+    @property
+    def neutral_experts(self) -> dict[int, list[int]]:
+        """For each MoE layer the experts that saw no token, which are rounded as they are."""
+        silent = {
+            layer: [e for e, count in enumerate(counts) if not count]
+            for layer, counts in self.expert_tokens.items()
+        }
+        return {layer: experts for layer, experts in silent.items() if experts}
+
+    @property
+    def mean_errors(self) -> tuple[float, float]:
+        """(of plain rounding, of AWQ): the mean over all groups."""
+        count = max(1, len(self.groups))
+        plain = sum(group.rtn_error for group in self.groups) / count
+        return plain, sum(group.error for group in self.groups) / count
+
+
+@torch.no_grad()
+def calibrate(
+    checkpoint: Checkpoint,
+    windows: Sequence[Sequence[int]],
+    group_sizes: Mapping[str, int],
+    symmetric: bool,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Calibration:
+    """Calibrates every decoder layer. windows: token ids, each window by itself from position 0.
+
+    group_sizes: group size by the name of each stored tensor that will be INT4. dtype: of the
+    engine, so of the scales. progress(layers done, all layers).
+    """
+    module = make_exportable(build_module(checkpoint.config, torch.float32))
+    model: Any = module.model
+    calibration = Calibration(checkpoint, sum(map(len, windows)))
+    embedding = checkpoint.read(tensors_for_parameter(checkpoint, "model.embed_tokens.weight")[0])
+    states = [embedding[torch.tensor(window)].float()[None] for window in windows]
+    del embedding
+    for index, layer in enumerate(model.layers):
+        progress(index, len(model.layers))
+        prefix = f"model.layers.{index}."
+        stored = {n: tensors_for_parameter(checkpoint, prefix + n) for n in layer.state_dict()}
+        weights = {name: _assemble(checkpoint, stored[name], layer, name) for name in stored}
+        layer.load_state_dict(weights, assign=True)
+        kept = [name for name in stored if stored[name][0] not in group_sizes]
+        groups = scale_groups(checkpoint.spec.model_type, stored, kept)
+        inputs: dict[str, list[Collector]] = {}
+        with _observed(layer, groups, inputs):
+            for i, state in enumerate(states):
+                positions = torch.arange(state.shape[1])[None]
+                rotary = model.rotary_emb(state, positions)
+                states[i] = layer(state, position_ids=positions, position_embeddings=rotary)
+        _search_layer(calibration, index, weights, stored, groups, inputs, group_sizes,
+                      symmetric, dtype)  # fmt: skip
+        layer.to("meta")
+    progress(len(model.layers), len(model.layers))
+    return calibration
+
+
+def _assemble(
+    checkpoint: Checkpoint, names: Sequence[str], layer: nn.Module, parameter: str
+) -> Tensor:
+    shape = layer.state_dict()[parameter].shape
+    return torch.cat([checkpoint.read(name).float() for name in names]).view(shape)
+
+
+@contextmanager
+def _observed(
+    layer: nn.Module, groups: Sequence[ScaleGroup], inputs: dict[str, list[Collector]]
+) -> Iterator[None]:
+    """While open, gathers the input of each group's readers: one collector for a group (by its
+    producer's name), or one for each expert (by the experts' parameter)."""
+    handles = []
+    wanted = {name for group in groups for name in group.linears}
+    for group in groups:
+        plain = [name for name in group.linears if not name.startswith(EXPERTS)]
+        if plain:
+            reader = layer.get_submodule(plain[0].removesuffix(".weight"))
+            hook = _gather(inputs.setdefault(group.producer, []))
+            handles.append(reader.register_forward_pre_hook(hook))
+    if any(name.startswith(EXPERTS) for name in wanted):
+        hook = _gather_experts(inputs, wanted)
+        handles.append(layer.get_submodule(EXPERTS).register_forward_pre_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _gather(into: list[Collector]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not into:
+            into.append(Collector(args[0].shape[-1], ROWS))
+        into[0].add(args[0])
+
+    return hook
+
+
+def _gather_experts(
+    inputs: dict[str, list[Collector]], wanted: set[str]
+) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    names = [f"{EXPERTS}.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        x, indices, _ = args
+        gate_up, down = (getattr(module, leaf) for leaf in ("gate_up_proj", "down_proj"))
+        for name, weight in zip(names, (gate_up, down), strict=True):
+            if name not in inputs:
+                inputs[name] = [Collector(weight.shape[-1], EXPERT_ROWS) for _ in weight]
+        x, indices = x.reshape(-1, x.shape[-1]), indices.reshape(-1, indices.shape[-1])
+        for e in indices.unique().tolist():
+            rows = x[(indices == e).any(-1)]
+            inputs[names[0]][e].add(rows)
+            if names[1] in wanted:
+                inputs[names[1]][e].add(swiglu_reference(linear(rows, gate_up[e])))
+
+    return hook
+
+
+def _search_layer(
+    calibration: Calibration,
+    index: int,
+    weights: Mapping[str, Tensor],
+    stored: Mapping[str, tuple[str, ...]],
+    groups: Sequence[ScaleGroup],
+    inputs: Mapping[str, list[Collector]],
+    group_sizes: Mapping[str, int],
+    symmetric: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Searches all groups of one layer and adds what was found to the calibration."""
+    heads = heads_of(calibration.checkpoint.spec)
+    seen = {name: [c.statistics() for c in found] for name, found in inputs.items()}
+    experts = f"{EXPERTS}.gate_up_proj"
+    if experts in seen:
+        calibration.expert_tokens[index] = [statistics.tokens for statistics in seen[experts]]
+    parts, clips = [], dict[str, Tensor]()
+    for group in groups:
+        recipe = Recipe(group_sizes[stored[group.linears[0]][0]], symmetric, dtype)
+        readers = [
+            _Reader(name, matrix, statistics)
+            for name in group.linears
+            for matrix, statistics in zip(
+                _matrices(weights[name]),
+                seen[name] if name.startswith(EXPERTS) else seen[group.producer],
+                strict=True,
+            )
+        ]
+        # Each expert's down projection has its own scales; all other readers of a group share them.
+        apart = group.rows == "up"
+        together = [[reader] for reader in readers] if apart else [readers]
+        outcomes = [_search(some, recipe, group, heads) for some in together]
+        scales = torch.stack([o.scales for o in outcomes]) if apart else outcomes[0].scales
+        parts.append(smoothing(group, scales, heads, stored))
+        bounds = iter([bound for outcome in outcomes for bound in outcome.clips])
+        for name in group.linears:
+            mine = [next(bounds) for _ in _matrices(weights[name])]
+            clips[name] = torch.stack(mine) if weights[name].ndim == 3 else mine[0]
+        calibration.groups.append(_result(index, group, outcomes))
+    factors = merged(parts)
+    for name, names in stored.items():
+        found, clip = factors.get(name, Factors()), clips.get(name)
+        if clip is not None and found.rows is not None:
+            clip = clip * found.rows[..., None]
+        for i, stored_name in enumerate(names):
+            if name in factors:
+                calibration.factors[stored_name] = _factors_of_part(found, i, len(names))
+            if clip is not None:
+                calibration.clips[stored_name] = _rows_of_part(clip, 1, i, len(names))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    name: str
+    weight: Tensor
+    inputs: Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Scales, bounds for each reader, and sums over the readers; losses as in `ScaleSearch`."""
+
+    scales: Tensor
+    clips: list[Tensor]
+    ratio: float
+    plain_loss: float
+    scaled_loss: float
+    loss: float
+    size: float
+    clipped: int
+    groups: int
+
+
+def _search(
+    readers: Sequence[_Reader], recipe: Recipe, group: ScaleGroup, heads: Heads
+) -> _Outcome:
+    found = search_scales(
+        [reader.weight for reader in readers],
+        [reader.inputs for reader in readers],
+        recipe,
+        tie=lambda channels: tied(group.rows, channels, heads),
+    )
+    clips, loss, clipped = [], 0.0, 0
+    for reader in readers:
+        smoothed, rows = reader.weight * found.scales, reader.inputs.rows / found.scales
+        largest = grouped(smoothed.abs(), smoothed.shape[-1] // recipe.group_size).amax(-1)
+        clip = largest
+        if reader.name not in UNCLIPPED:
+            clip = search_clip(smoothed, rows, recipe)
+        clips.append(clip)
+        clipped += int((clip < largest).sum())
+        loss += float(output_errors(smoothed, rows, recipe, clip=clip).sum())
+    return _Outcome(
+        found.scales, clips, found.ratio, found.plain_loss, found.loss, loss, found.size,
+        clipped, sum(clip.numel() for clip in clips),
+    )  # fmt: skip
+
+
+def _result(index: int, group: ScaleGroup, outcomes: Sequence[_Outcome]) -> GroupResult:
+    size = sum(outcome.size for outcome in outcomes) or 1.0
+    return GroupResult(
+        layer=index,
+        producer=group.producer,
+        linears=group.linears,
+        ratio=sum(outcome.ratio for outcome in outcomes) / len(outcomes),
+        rtn_error=sum(outcome.plain_loss for outcome in outcomes) / size,
+        scaled_error=sum(outcome.scaled_loss for outcome in outcomes) / size,
+        error=sum(outcome.loss for outcome in outcomes) / size,
+        clipped=sum(o.clipped for o in outcomes) / sum(o.groups for o in outcomes),
+    )
+
+
+def heads_of(spec: ModelSpec) -> Heads:
+    """The attention's shape as smoothing sees it."""
+    repeats = spec.num_heads // spec.num_kv_heads
+    return Heads(spec.num_kv_heads, repeats, spec.v_head_dim, spec.qk_nope_head_dim)
+
+
+def _matrices(weight: Tensor) -> list[Tensor]:
+    """The matrices of a weight: of each expert, or the one."""
+    return list(weight) if weight.ndim == 3 else [weight]
+
+
+def _factors_of_part(factors: Factors, part: int, parts: int) -> Factors:
+    """Of the factors of a parameter those of one of the `parts` stored tensors it is made of, which
+    lie one behind the other (stacked experts: gate and up of one, of the next, ...)."""
+    rows, columns = factors.rows, factors.columns
+    if rows is not None:
+        rows = _rows_of_part(rows, 0, part, parts)
+    if columns is not None and columns.ndim == 2 and parts > 1:
+        columns = columns[part * len(columns) // parts]
+    return Factors(rows, columns)
+
+
+def _rows_of_part(values: Tensor, trailing: int, part: int, parts: int) -> Tensor:
+    """values: [..., rows] and `trailing` more dimensions."""
+    if parts == 1:
+        return values
+    return values.flatten(0, values.ndim - 1 - trailing).chunk(parts)[part].clone()
