@@ -1,6 +1,6 @@
-"""Times the kernels on this GPU: `python bench/kernels.py [--peers DIR] [--json FILE] [--rows TEXT]`.
+"""Times the kernels on this GPU, as `seekforge bench kernels` does.
 
-The same as `seekforge bench kernels`.
+python bench/kernels.py [--peers DIR] [--json FILE] [--rows TEXT]
 """
 
 from seekforge.compile.bench_kernels import main

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seekforge.kernels.int4 import clipped_groups, fake_quantise, grouped
+from seekforge.kernels.int4 import Int4, clipped_groups, dequantise, fake_quantise, grouped
 
 ROWS = 512
 POINTS = 20  # of the grid over the ratio: 0, 0.05, ... 0.95
@@ -41,17 +41,26 @@ class Recipe:
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """Inputs of a linear layer: tokens seen, mean |x| of each channel [in_features], and rows
-    [<= ROWS, in_features] with rows^T rows (an unbiased estimate of) X^T X."""
+    [<= ROWS, in_features] with rows^T rows (an unbiased estimate of) X^T X. grams: X^T X itself,
+    of consecutive blocks of channels."""
 
     tokens: int
     mean_abs: Tensor
     rows: Tensor
+    grams: tuple[Tensor, ...] = ()
 
 
 class Collector:
-    """Gathers the statistics of one input, batch by batch."""
+    """Gathers the statistics of one input, batch by batch.
 
-    def __init__(self, in_features: int, rows: int = ROWS, seed: int = 0) -> None:
+    rows: kept at most. block: channels of one Gram matrix; 0: none is gathered.
+    """
+
+    def __init__(self, in_features: int, rows: int = ROWS, block: int = 0, seed: int = 0) -> None:
+        sizes = (
+            [min(block, in_features - at) for at in range(0, in_features, block)] if block else []
+        )
+        self._grams = tuple(torch.zeros(size, size) for size in sizes)
         self.tokens = 0
         self._sum_abs = torch.zeros(in_features)
         self._kept: list[Tensor] = []
@@ -64,6 +73,10 @@ class Collector:
         x = x.detach().reshape(-1, x.shape[-1]).float()
         self.tokens += x.shape[0]
         self._sum_abs += x.abs().sum(0)
+        if self._grams:
+            parts = torch.split(x, [len(gram) for gram in self._grams], 1)
+            for gram, part in zip(self._grams, parts, strict=True):
+                gram.addmm_(part.T, part)
         if self._mixed is None and self.tokens <= self._rows:
             self._kept.append(x.clone())
             return
@@ -78,7 +91,7 @@ class Collector:
         rows = self._mixed
         if rows is None:
             rows = torch.cat((*self._kept, self._sum_abs.new_empty(0, len(self._sum_abs))))
-        return Statistics(self.tokens, self._sum_abs / max(1, self.tokens), rows)
+        return Statistics(self.tokens, self._sum_abs / max(1, self.tokens), rows, self._grams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +207,12 @@ def output_errors(
         error = _rounding_error(scaled, recipe, None if clip is None else clip[part])
         errors[part] = (rows @ error.T).square().sum(0)
     return errors
+
+
+def error_of(weight: Tensor, rounded: Int4, rows: Tensor) -> float:
+    """|X (W' - W)^T|^2 of a weight and what it was rounded to."""
+    difference = dequantise(rounded, torch.float32).sub_(weight)
+    return float((rows @ difference.T).square().sum())
 
 
 def relative_error(

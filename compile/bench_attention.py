@@ -92,11 +92,15 @@ def decode_row(
     weights = torch.softmax(torch.einsum("bkgd,bskd->bkgs", grouped, keys) * DIM**-0.5, -1)
     reference = torch.einsum("bkgs,bskd->bkgd", weights, values).reshape(few, heads, DIM)
     del keys, values, weights, wide
-    count, notes = copies(nbytes), {}
+    count = copies(nbytes)
+    notes: dict[str, str] = {}
     y = torch.empty_like(q)
 
     def ours(config: Config | None, given: list[Tensor]) -> Tensor:
-        paged_decode_triton(q, *given, table, lens, starts, DIM**-0.5, y, True, *scales, config)
+        k_pool, v_pool = given
+        paged_decode_triton(
+            q, k_pool, v_pool, table, lens, starts, DIM**-0.5, y, True, scales[0], scales[1], config
+        )
         return y
 
     def candidates() -> Iterator[Candidate]:
@@ -134,7 +138,8 @@ def mla_row(
     weights = torch.softmax(q[:few].float() @ cached.transpose(1, 2) * scale, -1)
     reference = weights @ cached[..., :RANK]
     nbytes = batch * (2.0 * length * (RANK + ROPE) + 2 * heads * (2 * RANK + ROPE))
-    count, notes = copies(nbytes), {}
+    count = copies(nbytes)
+    notes: dict[str, str] = {}
     y = q.new_empty(batch, heads, RANK)
     parts = q[..., :RANK], q[..., RANK:]
 
@@ -186,7 +191,7 @@ def prefill_row(
     y = torch.empty_like(q[0])
 
     def ours(config: Config | None) -> Tensor:
-        paged_prefill_triton(q[0], *pools, table, lens, starts, DIM**-0.5, y, 1, config)
+        paged_prefill_triton(q[0], pools[0], pools[1], table, lens, starts, DIM**-0.5, y, 1, config)
         return y
 
     def candidates() -> Iterator[Candidate]:

@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ from seekforge.kernels.errors import InputError
 
 ROTATE_BYTES = 240e6  # four times the L2 of an H200
 WRONG = 3e-2  # relative error above which a result is not timed
-ROUNDS, REPLAYS = 3, 20
+ROUNDS, WARM_UP, REPLAYS = 3, 10, 20
 
 Calls = Sequence[Callable[[], Any]]
 
@@ -81,7 +82,7 @@ def load_peers(folder: Path | None) -> ModuleType | None:
 
 
 def capture(calls: Calls) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:3]:
@@ -100,20 +101,22 @@ def time_graphs(
     """Microseconds of one call, of graphs of so many calls each, in turns."""
     taken: dict[str, list[float]] = {name: [] for name in graphs}
     busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    for _ in range(20):  # raises the clocks from idle
+    for _ in range(4):  # raises the clocks from idle; many more would lower them again
         busy @ busy
     for _ in range(rounds):
         for name, (graph, calls) in graphs.items():
-            for _ in range(3):
+            for _ in range(WARM_UP):
                 graph.replay()
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+            events = [
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(REPLAYS + 1)
+            ]
             events[0].record()
             for event in events[1:]:
                 graph.replay()
                 event.record()
             torch.cuda.synchronize()
-            pairs = zip(events, events[1:], strict=False)
-            taken[name] += [1e3 * a.elapsed_time(b) / calls for a, b in pairs]
+            taken[name] += [1e3 * a.elapsed_time(b) / calls for a, b in pairwise(events)]
     return {name: statistics.median(times) for name, times in taken.items()}
 
 

@@ -21,13 +21,16 @@ from seekforge.compile.bundle import (
     atomic_directory,
     check_writable,
     copy_tokenizer,
+    link_or_copy,
     link_weights,
 )
+from seekforge.compile.calibration_file import CALIBRATION_NAME, Calibrated
 from seekforge.compile.export import DTYPES, export_checkpoint
 from seekforge.compile.lower import Lowering, lower
 from seekforge.compile.prompts import PROMPTS
+from seekforge.compile.quantise import calibrated, summary
 from seekforge.compile.steps import Steps
-from seekforge.compile.weights import WEIGHTS_NAME, recipe, write_weights
+from seekforge.compile.weights import WEIGHTS_NAME, Source, recipe, write_weights
 from seekforge.compile.workspace import check_workspace
 from seekforge.kernels.errors import BuildError, InputError
 from seekforge.models.checkpoint import Checkpoint, open_checkpoint
@@ -68,7 +71,7 @@ class Options:
 
     max_len: tokens of a sequence; None: the model's own, at most 2048. max_chunk: prefill tokens of
     a step. target: compute capability of tensorrt-rtx engines. quant: one of QUANTISATIONS, with
-    the details in `int4`.
+    the details in `int4`. calib: text (file or folder) for awq-int4; None: the built-in text.
     """
 
     backends: tuple[str, ...] = ("inductor", "onnxruntime", "tensorrt-rtx")
@@ -81,6 +84,7 @@ class Options:
     target: str = "8.9"
     verify: bool = True
     quant: str | None = None
+    calib: Path | None = None
     int4: Int4Options = field(default_factory=Int4Options)
 
     def __post_init__(self) -> None:
@@ -139,6 +143,7 @@ class _Job:
     ) -> None:
         self.checkpoint, self.out, self.options = checkpoint, out, options
         self.limits, self.steps = limits, steps
+        self.calibrated: Calibrated | None = None
 
     def build(self, backend: str) -> Path:
         self.steps.console.print(f"{backend}", style="bold")
@@ -146,9 +151,10 @@ class _Job:
         dtype = self._dtype(backend)
         with atomic_directory(self.out / backend) as folder:
             program, inputs, passes = self._program(backend, dtype)
-            if not link_weights(self.out, folder, recipe(program, self.checkpoint)):
+            source = self._source(program, dtype, folder)
+            if not link_weights(self.out, folder, recipe(program, source)):
                 with self.steps.step("weights"):
-                    write_weights(program, self.checkpoint, folder / WEIGHTS_NAME)
+                    write_weights(program, source, folder / WEIGHTS_NAME)
             kv = self._kv(backend, dtype)
             facts = lower(
                 Lowering(
@@ -207,6 +213,17 @@ class _Job:
                 highlight=False, style="dim",
             )  # fmt: skip
         return program, inputs, passes
+
+    def _source(self, program: Program, dtype: str, folder: Path) -> Source:
+        """Where weights come from: the checkpoint, or what calibration makes of it."""
+        if self.options.quant != "awq-int4":
+            return self.checkpoint
+        self.calibrated = calibrated(
+            self.checkpoint, self.options.calib, int4_tensors(program), self.options.int4.symmetric,
+            DTYPES[dtype], self.out / CALIBRATION_NAME, self.steps,
+        )  # fmt: skip
+        link_or_copy(self.out / CALIBRATION_NAME, folder / CALIBRATION_NAME)
+        return self.calibrated
 
     def _int4(self, backend: str) -> Int4Options | None:
         return None if self.options.quant is None else self.options.int4
@@ -269,6 +286,7 @@ class _Job:
             "skip": list(options.skip),
             "group_sizes": int4_sizes(program),
             "tensors": int4_tensors(program),
+            "calibration": None if self.calibrated is None else summary(self.calibrated),
         }
 
     def _verify(self, backend: str, folder: Path) -> dict[str, Any]:

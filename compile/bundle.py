@@ -32,17 +32,21 @@ def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
 def link_weights(out: Path, folder: Path, recipe: str) -> bool:
     """Links `folder`'s weights to those of another engine below `out` made by the same recipe.
 
-    Returns whether there were any; copies where the file system has no hard links.
+    Returns whether there were any.
     """
-    target = folder / WEIGHTS_NAME
     for other in out.glob(f"[!.]*/{WEIGHTS_NAME}"):
         if stored_recipe(other) == recipe:
-            try:
-                os.link(other, target)
-            except OSError:
-                shutil.copyfile(other, target)
+            link_or_copy(other, folder / WEIGHTS_NAME)
             return True
     return False
+
+
+def link_or_copy(file: Path, target: Path) -> None:
+    """A hard link, or a copy where the file system has none."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)
 
 
 def check_writable(out: Path) -> None:

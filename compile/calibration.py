@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -24,10 +27,12 @@ from seekforge.compile.awq import (
     Collector,
     Recipe,
     Statistics,
+    error_of,
     output_errors,
     search_clip,
     search_scales,
 )
+from seekforge.compile.awq_feedback import round_with_feedback
 from seekforge.compile.awq_smoothing import Factors, Heads, merged, smoothing, tied
 from seekforge.kernels.int4 import Int4, grouped, quantise
 from seekforge.kernels.swiglu import swiglu_reference
@@ -38,7 +43,11 @@ from seekforge.models.module import build_module
 from seekforge.models.spec import ModelSpec
 
 EXPERTS = "mlp.experts"
-EXPERT_ROWS = 128  # rows kept for each expert: 256 experts of 7168 channels take 0.9 GB
+PARTS = ("qweight", "scales", "zeros")  # as `Int4` has them
+# What is kept of the inputs of a dense layer, and of each of many experts (64 experts of 2048
+# channels: 0.33 GB): rows, and, for error feedback, channels of one Gram matrix.
+DENSE_ROWS, DENSE_BLOCK = ROWS, 2048
+EXPERT_ROWS, EXPERT_BLOCK = 128, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,8 @@ class GroupResult:
     """What one scale group of one layer came to.
 
     Errors are |X (W' - W)^T|^2 / |X W^T|^2 over the group's INT4 weights: `rtn_error` of plain
-    rounding, `scaled_error` after smoothing, `error` after smoothing and clipping.
+    rounding, `scaled_error` after smoothing, `error` after smoothing, clipping and, where it was
+    asked for, error feedback.
     clipped: share of the groups of weights whose largest magnitude was cut.
     """
 
@@ -64,14 +74,16 @@ class GroupResult:
 class Calibration:
     """A checkpoint with its smoothing and clipping: the weight writer's source.
 
-    factors, clips: by name of a stored tensor. expert_tokens: for each MoE layer how many tokens
-    each expert saw.
+    factors, clips: by name of a stored tensor. files: where the INT4 form of a stored tensor lies
+    that was rounded with error feedback (none: rounded when asked for). expert_tokens: for each
+    MoE layer how many tokens each expert saw.
     """
 
     checkpoint: Checkpoint
     tokens: int
     factors: dict[str, Factors] = field(default_factory=dict)
     clips: dict[str, Tensor] = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
     groups: list[GroupResult] = field(default_factory=list)
     expert_tokens: dict[int, list[int]] = field(default_factory=dict)
 
@@ -81,7 +93,13 @@ class Calibration:
         return self.factors[name].apply(tensor.float()) if name in self.factors else tensor
 
     def int4(self, name: str, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4:
-        """The stored tensor smoothed, clipped and rounded; scales in `dtype`."""
+        """The stored tensor smoothed, clipped and rounded; scales in `dtype`. With error feedback
+        the arguments must be those of `calibrate`."""
+        if name in self.files:
+            packed = _load(self.files[name], name)
+            found = (packed.group_size, packed.zeros is None, packed.scales.dtype)
+            assert found == (group_size, symmetric, dtype), f"{name} was calibrated as {found}"
+            return packed
         return quantise(self.read(name), group_size, symmetric, self.clips.get(name), dtype)
 
     @property
@@ -109,11 +127,14 @@ def calibrate(
     symmetric: bool,
     dtype: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    folder: Path | None = None,
 ) -> Calibration:
     """Calibrates every decoder layer. windows: token ids, each window by itself from position 0.
 
     group_sizes: group size by the name of each stored tensor that will be INT4. dtype: of the
-    engine, so of the scales. progress(layers done, all layers).
+    engine, so of the scales. progress(layers done, all layers). folder: existing; takes one file a
+    layer with its weights rounded with error feedback (compile/awq_feedback.py), needed as long as
+    the result is used. None: every weight is rounded for itself.
     """
     module = make_exportable(build_module(checkpoint.config, torch.float32))
     model: Any = module.model
@@ -130,13 +151,13 @@ def calibrate(
         kept = [name for name in stored if stored[name][0] not in group_sizes]
         groups = scale_groups(checkpoint.spec.model_type, stored, kept)
         inputs: dict[str, list[Collector]] = {}
-        with _observed(layer, groups, inputs):
+        with _observed(layer, groups, inputs, folder is not None):
             for i, state in enumerate(states):
                 positions = torch.arange(state.shape[1])[None]
                 rotary = model.rotary_emb(state, positions)
                 states[i] = layer(state, position_ids=positions, position_embeddings=rotary)
         _search_layer(calibration, index, weights, stored, groups, inputs, group_sizes,
-                      symmetric, dtype)  # fmt: skip
+                      symmetric, dtype, folder)  # fmt: skip
         layer.to("meta")
     progress(len(model.layers), len(model.layers))
     return calibration
@@ -151,7 +172,10 @@ def _assemble(
 
 @contextmanager
 def _observed(
-    layer: nn.Module, groups: Sequence[ScaleGroup], inputs: dict[str, list[Collector]]
+    layer: nn.Module,
+    groups: Sequence[ScaleGroup],
+    inputs: dict[str, list[Collector]],
+    feedback: bool,
 ) -> Iterator[None]:
     """While open, gathers the input of each group's readers: one collector for a group (by its
     producer's name), or one for each expert (by the experts' parameter)."""
@@ -161,10 +185,10 @@ def _observed(
         plain = [name for name in group.linears if not name.startswith(EXPERTS)]
         if plain:
             reader = layer.get_submodule(plain[0].removesuffix(".weight"))
-            hook = _gather(inputs.setdefault(group.producer, []))
+            hook = _gather(inputs.setdefault(group.producer, []), DENSE_BLOCK * feedback)
             handles.append(reader.register_forward_pre_hook(hook))
     if any(name.startswith(EXPERTS) for name in wanted):
-        hook = _gather_experts(inputs, wanted)
+        hook = _gather_experts(inputs, wanted, EXPERT_BLOCK * feedback)
         handles.append(layer.get_submodule(EXPERTS).register_forward_pre_hook(hook))
     try:
         yield
@@ -173,17 +197,17 @@ def _observed(
             handle.remove()
 
 
-def _gather(into: list[Collector]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+def _gather(into: list[Collector], block: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         if not into:
-            into.append(Collector(args[0].shape[-1], ROWS))
+            into.append(Collector(args[0].shape[-1], DENSE_ROWS, block))
         into[0].add(args[0])
 
     return hook
 
 
 def _gather_experts(
-    inputs: dict[str, list[Collector]], wanted: set[str]
+    inputs: dict[str, list[Collector]], wanted: set[str], block: int
 ) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     names = [f"{EXPERTS}.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
 
@@ -192,7 +216,7 @@ def _gather_experts(
         gate_up, down = (getattr(module, leaf) for leaf in ("gate_up_proj", "down_proj"))
         for name, weight in zip(names, (gate_up, down), strict=True):
             if name not in inputs:
-                inputs[name] = [Collector(weight.shape[-1], EXPERT_ROWS) for _ in weight]
+                inputs[name] = [Collector(weight.shape[-1], EXPERT_ROWS, block) for _ in weight]
         x, indices = x.reshape(-1, x.shape[-1]), indices.reshape(-1, indices.shape[-1])
         for e in indices.unique().tolist():
             rows = x[(indices == e).any(-1)]
@@ -213,6 +237,7 @@ def _search_layer(
     group_sizes: Mapping[str, int],
     symmetric: bool,
     dtype: torch.dtype,
+    folder: Path | None,
 ) -> None:
     """Searches all groups of one layer and adds what was found to the calibration."""
     heads = heads_of(calibration.checkpoint.spec)
@@ -220,7 +245,7 @@ def _search_layer(
     experts = f"{EXPERTS}.gate_up_proj"
     if experts in seen:
         calibration.expert_tokens[index] = [statistics.tokens for statistics in seen[experts]]
-    parts, clips = [], dict[str, Tensor]()
+    parts, clips, packed = [], dict[str, Tensor](), dict[str, list[Int4]]()
     for group in groups:
         recipe = Recipe(group_sizes[stored[group.linears[0]][0]], symmetric, dtype)
         readers = [
@@ -242,8 +267,12 @@ def _search_layer(
         for name in group.linears:
             mine = [next(bounds) for _ in _matrices(weights[name])]
             clips[name] = torch.stack(mine) if weights[name].ndim == 3 else mine[0]
+        results = iter([result for outcome in outcomes for result in outcome.packed])
+        if folder is not None:
+            for name in group.linears:
+                packed[name] = [next(results) for _ in _matrices(weights[name])]
         calibration.groups.append(_result(index, group, outcomes))
-    factors = merged(parts)
+    factors, tensors = merged(parts), dict[str, Tensor]()
     for name, names in stored.items():
         found, clip = factors.get(name, Factors()), clips.get(name)
         if clip is not None and found.rows is not None:
@@ -253,6 +282,40 @@ def _search_layer(
                 calibration.factors[stored_name] = _factors_of_part(found, i, len(names))
             if clip is not None:
                 calibration.clips[stored_name] = _rows_of_part(clip, 1, i, len(names))
+            if folder is not None and name in packed:
+                whole = _with_rows(packed[name], found.rows)
+                for part, tensor in whole.items():
+                    tensors[f"{stored_name}.{part}"] = _rows_of_part(tensor, 1, i, len(names))
+                calibration.files[stored_name] = _file(folder, index)
+    if folder is not None:
+        save_file(tensors, _file(folder, index))
+
+
+def _file(folder: Path, index: int) -> Path:
+    return folder / f"layer-{index}.safetensors"
+
+
+def _load(path: Path, name: str) -> Int4:
+    with safe_open(path, framework="pt") as file:
+        stored = set(file.keys())
+        keys = [f"{name}.{part}" for part in PARTS]
+        return Int4(*(file.get_tensor(key) for key in keys if key in stored))
+
+
+def _with_rows(packed: Sequence[Int4], rows: Tensor | None) -> dict[str, Tensor]:
+    """The parts of a parameter in INT4, its rows multiplied by `rows`."""
+
+    def together(tensors: list[Tensor]) -> Tensor:
+        return torch.stack(tensors) if len(tensors) > 1 else tensors[0]
+
+    scales = together([weight.scales for weight in packed])
+    if rows is not None:
+        scales = (scales.float() * rows[..., None]).to(scales.dtype)
+    parts = {"qweight": together([weight.qweight for weight in packed]), "scales": scales}
+    zeros = [weight.zeros for weight in packed if weight.zeros is not None]
+    if zeros:
+        parts["zeros"] = together(zeros)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +327,12 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """Scales, bounds for each reader, and sums over the readers; losses as in `ScaleSearch`."""
+    """Scales, bounds for each reader, its INT4 weight if rounded with feedback, and sums over the
+    readers; losses as in `ScaleSearch`."""
 
     scales: Tensor
     clips: list[Tensor]
+    packed: list[Int4]
     ratio: float
     plain_loss: float
     scaled_loss: float
@@ -286,7 +351,7 @@ def _search(
         recipe,
         tie=lambda channels: tied(group.rows, channels, heads),
     )
-    clips, loss, clipped = [], 0.0, 0
+    clips, packed, loss, clipped = [], list[Int4](), 0.0, 0
     for reader in readers:
         smoothed, rows = reader.weight * found.scales, reader.inputs.rows / found.scales
         largest = grouped(smoothed.abs(), smoothed.shape[-1] // recipe.group_size).amax(-1)
@@ -295,11 +360,26 @@ def _search(
             clip = search_clip(smoothed, rows, recipe)
         clips.append(clip)
         clipped += int((clip < largest).sum())
-        loss += float(output_errors(smoothed, rows, recipe, clip=clip).sum())
+        nearest = float(output_errors(smoothed, rows, recipe, clip=clip).sum())
+        if reader.inputs.grams:
+            grams = _scaled(reader.inputs, found.scales)
+            result = round_with_feedback(smoothed, grams, recipe, clip)
+            fed_back = error_of(smoothed, result, rows)
+            if fed_back > nearest:  # few tokens beside many channels: it fitted noise
+                result = quantise(smoothed, recipe.group_size, recipe.symmetric, clip, recipe.dtype)
+            packed.append(result)
+            nearest = min(nearest, fed_back)
+        loss += nearest
     return _Outcome(
-        found.scales, clips, found.ratio, found.plain_loss, found.loss, loss, found.size,
+        found.scales, clips, packed, found.ratio, found.plain_loss, found.loss, loss, found.size,
         clipped, sum(clip.numel() for clip in clips),
     )  # fmt: skip
+
+
+def _scaled(inputs: Statistics, scales: Tensor) -> list[Tensor]:
+    """The Gram matrices of the input divided by `scales`."""
+    parts = torch.split(scales, [len(gram) for gram in inputs.grams])
+    return [gram / (s[:, None] * s) for gram, s in zip(inputs.grams, parts, strict=True)]
 
 
 def _result(index: int, group: ScaleGroup, outcomes: Sequence[_Outcome]) -> GroupResult:

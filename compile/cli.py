@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
     build.add_argument("--target", default="8.9", help="compute capability for tensorrt-rtx")
     build.add_argument("--quant", metavar="METHOD", help="rtn-int4 or awq-int4; default: none")
+    build.add_argument("--calib", type=Path, help="text file or folder for awq-int4")
     build.add_argument("--group-size", type=int, default=128, help="weights that share a scale")
     build.add_argument("--asymmetric", action="store_true", help="INT4 with zero points")
     build.add_argument(
@@ -174,6 +175,7 @@ def _build(args: argparse.Namespace) -> int:
         target=args.target,
         verify=not args.no_verify,
         quant=args.quant,
+        calib=args.calib,
         int4=Int4Options(args.group_size, not args.asymmetric, ("lm_head", *args.skip)),
     )
     engines = build(resolve_checkpoint(args.checkpoint), args.out, options)

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from seekforge.compile.calibration_file import CALIBRATION_NAME, load_calibration
 from seekforge.compile.perplexity import perplexity, windows
 from seekforge.compile.perplexity import text_tokens as perplexity_tokens
 from seekforge.compile.prompts import PROMPTS
 from seekforge.compile.reference import load_dequantised
+from seekforge.compile.weights import Source
 from seekforge.kernels.errors import InputError
 from seekforge.models.checkpoint import open_checkpoint
 from seekforge.models.module import load_eager
@@ -133,7 +135,7 @@ def compare(
         )
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     ids = [_fit(tokenizer(prompt).input_ids, llms, max_tokens) for prompt in prompts]
-    load = partial(_load_judge, source, llms)
+    load = partial(_load_judge, source, llms, [resolve_engine(engine) for engine in engines])
     judge = load()
     eos = list(llms[0].manifest.generation.eos_token_ids)
     known = set(tokenizer.get_vocab().values())
@@ -180,7 +182,7 @@ def compare(
     return Comparison(tuple(results), tuple(eager.values()), len(ids), positions, judged, count)
 
 
-def _load_judge(source: Path, llms: Sequence[LLM]) -> nn.Module:
+def _load_judge(source: Path, llms: Sequence[LLM], directories: Sequence[Path]) -> nn.Module:
     """fp32 eager; for INT4 engines with the weights that theirs decode to."""
     recipes = [(llm.manifest.quantization, llm.manifest.dtype) for llm in llms]
     if all(quantization is None for quantization, _ in recipes):
@@ -192,7 +194,16 @@ def _load_judge(source: Path, llms: Sequence[LLM]) -> nn.Module:
             f"{[(q and q['method'], dtype) for q, dtype in recipes]}; compare them one by one"
         )
     checkpoint = open_checkpoint(source)
-    return load_dequantised(checkpoint, checkpoint, quantization, getattr(torch, dtype))
+    weights: Source = checkpoint
+    if quantization["method"] == "awq-int4":
+        found = load_calibration(checkpoint, directories[0] / CALIBRATION_NAME)
+        if found is None:
+            raise InputError(
+                f"{directories[0] / CALIBRATION_NAME} is missing or of another checkpoint than "
+                f"{source}: build the engine again, or give its checkpoint with --checkpoint"
+            )
+        weights = found
+    return load_dequantised(checkpoint, weights, quantization, getattr(torch, dtype))
 
 
 def _text_windows(

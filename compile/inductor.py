@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from seekforge.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from seekforge.kernels.errors import BuildError
-from seekforge.kernels.gemv import gemv
+from seekforge.kernels.gemv import gemv, in_memory, int4_gemv, one_token_int4_linear
+from seekforge.kernels.int4 import SYMMETRIC_ZERO
+from seekforge.kernels.int4_linear import int4_linear
 from seekforge.kernels.int4_moe_experts import int4_moe_experts, one_token_int4_experts
 from seekforge.kernels.moe_experts import moe_experts, one_token_experts
 from seekforge.kernels.moe_route import moe_route, moe_route_reference
@@ -39,6 +41,17 @@ from seekforge.passes.program import Program
 
 MODEL_NAME = "model.pt2"
 DECODE_NAME = "decode.pt2"
+
+
+def one_token_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The residual stream is stored in every layer. Inductor would store it in some and add up what
+    came since in the others, so that no two layers have the same code."""
+    total = in_memory(x + residual)
+    return rms_norm_reference(total, weight, eps), total
+
+
 INLINED: dict[Any, Callable[..., Any]] = {
     rms_norm: rms_norm_reference,
     add_rms_norm: add_rms_norm_reference,
@@ -46,14 +59,21 @@ INLINED: dict[Any, Callable[..., Any]] = {
     swiglu: swiglu_reference,
 }
 ONE_TOKEN_INLINED: dict[Any, Callable[..., Any]] = {
+    add_rms_norm: one_token_add_rms_norm,
     paged_attention: one_token_attention,
     paged_mla_attention: one_token_mla_attention,
+    int4_linear: one_token_int4_linear,
     moe_route: moe_route_reference,
     moe_experts: one_token_experts,
     int4_moe_experts: one_token_int4_experts,
 }
 ONE_TOKEN = {"tokens": 1, "sequences": 1, "sequences_plus_1": 2, "rows": 1}
-CONFIG = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+CONFIG = {
+    "aot_inductor.package_constants_in_so": False,
+    "always_keep_tensor_constants": True,
+    # Multiply and add in one instruction: INT4 loops are bound by arithmetic, not by reading.
+    "cpp.enable_floating_point_contract_flag": "fast",
+}
 # Arguments after which Inductor ends a C++ function. With its own limit of 500, the one-token graph
 # becomes two functions for 30 layers, which take g++ 20 s; with 16, equal layers share functions,
 # which take 1.5 s.
@@ -125,7 +145,7 @@ def _copy(program: Program) -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
-def _set_buffer(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def _set_buffer(root: nn.Module, name: str, tensor: Tensor) -> None:
     *parts, leaf = name.split(".")
     for part in parts:
         if not hasattr(root, part):
@@ -153,7 +173,7 @@ def compile_package(job: Job) -> None:
         example.append(torch.zeros(shape, dtype=entry.dtype, device=job.device))
         free = [i for i, d in enumerate(entry.dims) if isinstance(d, str) and d not in job.fixed]
         dynamic.append(dict.fromkeys(free, torch.export.Dim.DYNAMIC) or None)
-    _register_gemv()
+    _register_lowerings()
     with torch.no_grad(), _short_functions():
         exported = torch.export.export(
             module, tuple(example), dynamic_shapes=tuple(dynamic), strict=False
@@ -184,25 +204,89 @@ def _short_functions() -> Iterator[None]:
         CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = before
 
 
-def _register_gemv() -> None:
-    """Tells Inductor to lower `seekforge::gemv` to multiply and sum, in and out kept in memory."""
-    from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+def _register_lowerings() -> None:
+    """Tells Inductor what `seekforge::in_memory` means, and to lower `seekforge::gemv` and
+    `seekforge::int4_gemv` to one loop each, in and out kept in memory."""
+    from torch._inductor.lowering import lowerings, register_lowering
 
     if gemv in lowerings:
         return
+    register_lowering(gemv, type_promotion_kind=None)(_lower_gemv)
+    register_lowering(int4_gemv, type_promotion_kind=None)(_lower_int4_gemv)
+    register_lowering(in_memory, type_promotion_kind=None)(_lower_in_memory)
+
+
+def _lower_in_memory(x: Any) -> Any:
+    from torch._inductor.lowering import lowerings
+
+    # No copy: what is computed behind the clone is written to this buffer.
+    y = lowerings[torch.ops.aten.clone.default](x, memory_format=torch.contiguous_format)
+    y.realize()
+    return y
+
+
+def _lower_gemv(x: Any, weight: Any) -> Any:
+    from torch._inductor.lowering import lowerings, to_dtype
+
     aten = torch.ops.aten
+    # Without realize, Inductor would recompute the norm or the activation for every output row.
+    x.realize()
+    dtype, columns = x.get_dtype(), x.get_size()[-1]
+    row = to_dtype(lowerings[aten.view.default](x, [1, columns]), torch.float32)
+    products = lowerings[aten.mul.Tensor](row, to_dtype(weight, torch.float32))
+    y = to_dtype(lowerings[aten.sum.dim_IntList](products, [-1]), dtype)
+    y.realize()
+    return lowerings[aten.view.default](y, [*x.get_size()[:-1], weight.get_size()[0]])
 
-    def lower(x: Any, weight: Any) -> Any:
-        # Without realize, Inductor would recompute the norm or the activation for every output row.
-        x.realize()
-        dtype, columns = x.get_dtype(), x.get_size()[-1]
-        row = to_dtype(lowerings[aten.view.default](x, [1, columns]), torch.float32)
-        products = lowerings[aten.mul.Tensor](row, to_dtype(weight, torch.float32))
-        y = to_dtype(lowerings[aten.sum.dim_IntList](products, [-1]), dtype)
-        y.realize()
-        return lowerings[aten.view.default](y, [*x.get_size()[:-1], weight.get_size()[0]])
 
-    register_lowering(gemv, type_promotion_kind=None)(lower)
+def _lower_int4_gemv(x: Any, qweight: Any, scales: Any, zeros: Any, chosen: Any) -> Any:
+    """The loop of `int4_gemv_reference`. Inductor's vectors lie along the bytes of a group; for
+    that the even and the odd features of x are stored apart first."""
+    from torch._inductor.ir import Pointwise, Reduction
+    from torch._inductor.virtualized import ops
+
+    rows, columns = x.get_size()
+    *experts, out_features, packed = qweight.get_size()
+    groups = scales.get_size()[-1]
+    x.realize()
+    load_x, load_q, load_scale = (t.make_loader() for t in (x, qweight, scales))
+    device, fp32, int32 = x.get_device(), torch.float32, torch.int32
+
+    def half(index: Sequence[Any]) -> Any:
+        odd, row, byte = index
+        return ops.to_dtype(load_x([row, 2 * byte + odd]), fp32)
+
+    halves = Pointwise.create(
+        device=device, dtype=fp32, inner_fn=half, ranges=[2, rows, columns // 2]
+    )
+    halves.realize()
+    load_half = halves.make_loader()
+
+    def product(index: Sequence[Any], inner: Sequence[Any]) -> Any:
+        (row, out), (group, at) = index, inner
+        byte = group * (packed // groups) + at
+        matrix = []
+        if chosen is not None:
+            expert = chosen.make_loader()([row])
+            matrix = [ops.indirect_indexing(expert, experts[0], check=False)]
+        zero = ops.constant(SYMMETRIC_ZERO, int32)
+        if zeros is not None:
+            zero = ops.to_dtype(zeros.make_loader()([*matrix, out, group]), int32)
+        q = ops.to_dtype(load_q([*matrix, out, byte]), int32)
+        low = ops.bitwise_and(q, ops.constant(15, int32))
+        high = ops.bitwise_right_shift(q, ops.constant(4, int32))
+        even = ops.to_dtype(ops.sub(low, zero), fp32) * load_half([0, row, byte])
+        odd = ops.to_dtype(ops.sub(high, zero), fp32) * load_half([1, row, byte])
+        scale = ops.to_dtype(load_scale([*matrix, out, group]), fp32)
+        return ops.mul(ops.add(even, odd), scale)
+
+    y = Reduction.create(
+        device=device, dst_dtype=fp32, src_dtype=fp32, inner_fn=product,
+        ranges=[rows, out_features], reduction_ranges=[groups, packed // groups],
+        reduction_type="sum",
+    )  # fmt: skip
+    y.realize()
+    return y
 
 
 if __name__ == "__main__":

@@ -96,8 +96,7 @@ def _tensorrt(job: Lowering) -> dict[str, Any]:
             profiles=ranges,
             compute_capabilities=[job.target] if rtx else [],
             log_path=job.logs / f"{job.backend}.log",
-            # Latent attention has heads of 576 values, beyond TensorRT's fused kernels.
-            allow_unfused_attention=job.dtype == "float32" or "latent" in job.kv.pools,
+            allow_unfused_attention=job.dtype == "float32",
         )
     # The engine holds its own copy of the weights; the ONNX files were only the way there.
     (job.folder / MODEL_NAME).unlink()

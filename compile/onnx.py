@@ -3,8 +3,8 @@
 Own translation of a closed set of operators (onnx_translations.py): `torch.onnx.export` of the same
 program costs several times as much (see docs/onnx.md) and would copy the weights; here the model's
 external data is the engine's weights.safetensors, which is not touched. The graph is the same for
-both backends but for mixtures of experts and latent attention, where what is fast on one is not
-accepted, or not fast, on the other (docs/moe-onnx.md).
+both backends but for mixtures of experts, latent attention and INT4 weights, where what is fast on
+one is not accepted, or not fast, on the other (docs/moe-onnx.md, docs/int4-onnx.md).
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def write_onnx(
     model = helper.make_model(
         graph,
         producer_name="seekforge",
-        opset_imports=[helper.make_opsetid("", OPSET)],
+        opset_imports=[
+            helper.make_opsetid("", OPSET),
+            *(helper.make_opsetid(domain, 1) for domain in sorted(builder.domains)),
+        ],
         ir_version=IR_VERSION,
     )
     path.write_bytes(model.SerializeToString())
@@ -74,7 +77,7 @@ def _translate(builder: OnnxBuilder, node: fx.Node) -> None:
     if node.op == "placeholder":
         builder.values[node] = node.name
     elif node.op == "get_attr":
-        builder.values[node] = builder.weight(str(node.target))
+        builder.values[node] = str(node.target)  # declared by the operator that reads it
     elif node.op == "call_function":
         rule = TRANSLATIONS.get(node.target)
         if rule is None:

@@ -25,8 +25,10 @@ DTYPES = {
     torch.float16: TensorProto.FLOAT16,
     torch.bfloat16: TensorProto.BFLOAT16,
     torch.int64: TensorProto.INT64,
+    torch.uint8: TensorProto.UINT8,
     torch.bool: TensorProto.BOOL,
 }
+NUMPY = {torch.int64: np.int64, torch.uint8: np.uint8}
 Value = str | list[str]
 
 
@@ -47,6 +49,7 @@ class OnnxBuilder:
         self.known: dict[Any, Any] = {}  # what the graph, or the branch that grows, has already
         self.constants: dict[Any, str] = {}
         self.names: set[str] = set()
+        self.domains: set[str] = set()  # of the operators that are not ONNX's own
         self.outputs = dict(
             zip(program.graph.output_node().args[0], program.outputs, strict=True)  # type: ignore[arg-type]
         )
@@ -64,6 +67,10 @@ class OnnxBuilder:
         key = (kind, inputs, outputs, tuple(sorted((k, str(v)) for k, v in attributes.items())))
         if output is None and key in self.known:
             return self.known[key]
+        for read in inputs:
+            if read in self.program.weights:
+                self.weight(read)
+        self.domains.update({attributes["domain"]} if "domain" in attributes else ())
         name = self.unique(f"{module_path(self.origin) if self.origin else ''}.{kind}".strip("."))
         if outputs > 1:
             results = [f"{name}:{i}" for i in range(outputs)]
@@ -92,32 +99,41 @@ class OnnxBuilder:
 
     def weight(self, name: str) -> str:
         """An initializer whose data lies in the weights file; a bare file name, so folders can
-        move."""
-        if name not in self.names:
-            meta = self.program.tensor(name)
+        move. `op` declares those it reads."""
+        meta = self.program.tensor(name)
+        return self.stored(name, name, DTYPES[meta.dtype], meta.shape)
+
+    def stored(
+        self, label: str, name: str, data_type: int, dims: Sequence[int], item: int = 0, of: int = 1
+    ) -> str:
+        """An initializer `label`: item number `item` of the `of` equal parts of a weight's bytes,
+        as another type and shape of as many bytes."""
+        if label not in self.names:
             offset, length = self.offsets[name]
             tensor = TensorProto(
-                name=name,
-                data_type=DTYPES[meta.dtype],
-                dims=list(meta.shape),
+                name=label,
+                data_type=data_type,
+                dims=list(dims),
                 data_location=TensorProto.EXTERNAL,
             )
+            length //= of
             for key, value in (
-                ("location", self.weights_name), ("offset", str(offset)), ("length", str(length)),
+                ("location", self.weights_name), ("offset", str(offset + item * length)),
+                ("length", str(length)),
             ):  # fmt: skip
                 tensor.external_data.add(key=key, value=value)
             self.initializers.append(tensor)
-            self.names.add(name)
-        return name
+            self.names.add(label)
+        return label
 
     def constant(self, value: Any, dtype: torch.dtype = torch.int64) -> str:
         """A small constant inside the model file."""
         key = (str(value), dtype)
         if key not in self.constants:
             name = self.unique("constant")
-            array = np.asarray(value, dtype=np.int64 if dtype == torch.int64 else np.float32)
+            array = np.asarray(value, dtype=NUMPY.get(dtype, np.float32))
             tensor = numpy_helper.from_array(array, name)
-            if dtype not in (torch.int64, torch.float32):
+            if dtype not in (*NUMPY, torch.float32):
                 values = torch.tensor(array).to(dtype).flatten()
                 raw = values.view(torch.int16).numpy().tobytes()
                 tensor = helper.make_tensor(name, DTYPES[dtype], array.shape, raw, raw=True)

@@ -100,7 +100,7 @@ def experts_hit(
     """A Loop over the experts that some token chose; fp32 inside."""
     hit = b.op("Unique", b.reshape(indices, [-1]), sorted=1)
     count = b.op("Squeeze", b.size(hit, 0))
-    x = _cast(b, x, dtype, FP32)
+    x = cast(b, x, dtype, FP32)
     start = b.op("Expand", b.constant(0.0, FP32), b.size(x, 0, 2))
     step, alive, total = (b.unique(name) for name in ("step", "alive", "total"))
     dims = ("tokens", "hidden")
@@ -112,10 +112,9 @@ def experts_hit(
         pairs = b.op("Transpose", at, perm=[1, 0])
         weight = b.op("Unsqueeze", b.op("GatherND", weights, pairs), b.constant([1]))
         parts = [
-            _cast(b, b.op("Gather", stack, expert, axis=0), dtype, FP32)
-            for stack in (gate_up, down)
+            cast(b, b.op("Gather", stack, expert, axis=0), dtype, FP32) for stack in (gate_up, down)
         ]
-        inner = _swiglu(b, b.op("Gemm", b.op("Gather", x, rows, axis=0), parts[0], transB=1), 1)
+        inner = swiglu(b, b.op("Gemm", b.op("Gather", x, rows, axis=0), parts[0], transB=1), 1)
         y = b.op("Mul", b.op("Gemm", inner, parts[1], transB=1), weight)
         at_rows = b.op("Unsqueeze", rows, b.constant([1]))
         added = b.op("ScatterND", total, at_rows, y, reduction="add")
@@ -125,21 +124,21 @@ def experts_hit(
         "expert", body,
         [(step, torch.int64, ()), (alive, torch.bool, ()), (total, FP32, dims)],
     )  # fmt: skip
-    return _cast(b, b.op("Loop", count, "", start, body=loop), FP32, dtype)
+    return cast(b, b.op("Loop", count, "", start, body=loop), FP32, dtype)
 
 
 def chosen_experts(
     b: OnnxBuilder, x: str, weights: str, indices: str, gate_up: str, down: str, dtype: torch.dtype
 ) -> str:
     """Sums of products with gathered weights, fp32: TensorRT reads the chosen experts in place."""
-    rows = b.op("Unsqueeze", _cast(b, x, dtype, FP32), b.constant([1, 2]))  # [tokens, 1, 1, hidden]
-    wide = _cast(b, b.op("Gather", gate_up, indices, axis=0), dtype, FP32)
+    rows = b.op("Unsqueeze", cast(b, x, dtype, FP32), b.constant([1, 2]))  # [tokens, 1, 1, hidden]
+    wide = cast(b, b.op("Gather", gate_up, indices, axis=0), dtype, FP32)
     h = b.op("ReduceSum", b.op("Mul", wide, rows), b.constant([3]), keepdims=0)
-    inner = b.op("Mul", _swiglu(b, h, 2), b.op("Unsqueeze", weights, b.constant([2])))
+    inner = b.op("Mul", swiglu(b, h, 2), b.op("Unsqueeze", weights, b.constant([2])))
     inner = b.op("Unsqueeze", inner, b.constant([2]))  # [tokens, top_k, 1, intermediate]
-    wide = _cast(b, b.op("Gather", down, indices, axis=0), dtype, FP32)
+    wide = cast(b, b.op("Gather", down, indices, axis=0), dtype, FP32)
     y = b.op("ReduceSum", b.op("Mul", wide, inner), b.constant([1, 3]), keepdims=0)
-    return _cast(b, y, FP32, dtype)
+    return cast(b, y, FP32, dtype)
 
 
 def all_experts(
@@ -152,26 +151,26 @@ def all_experts(
     spread = b.op("Unsqueeze", b.op("Transpose", spread, perm=[1, 0]), b.constant([1]))
     columns = b.op("Unsqueeze", b.op("Transpose", x, perm=[1, 0]), b.constant([0]))
     h = b.op("MatMul", gate_up, columns)  # [experts, 2 * intermediate, tokens]
-    inner = b.op("Mul", _swiglu(b, h, 1, dtype), spread)
+    inner = b.op("Mul", swiglu(b, h, 1, dtype), spread)
     scale = None
     if dtype == torch.float16:
         scale = b.op("ReduceMax", b.op("Abs", inner), b.constant([0, 1]), keepdims=1)
         scale = b.op("Max", scale, b.constant(TINY, FP32))  # [1, 1, tokens]
         inner = b.op("Div", inner, scale)
-    y = _cast(b, b.op("MatMul", down, _cast(b, inner, FP32, dtype)), dtype, FP32)
+    y = cast(b, b.op("MatMul", down, cast(b, inner, FP32, dtype)), dtype, FP32)
     y = b.op("ReduceSum", y, b.constant([0]), keepdims=0)  # [hidden, tokens]
     if scale is not None:
         y = b.op("Mul", y, b.reshape(scale, [1, -1]))
-    return str(b.op("Transpose", _cast(b, y, FP32, dtype), perm=[1, 0]))
+    return str(b.op("Transpose", cast(b, y, FP32, dtype), perm=[1, 0]))
 
 
-def _swiglu(b: OnnxBuilder, gate_up: str, axis: int, dtype: torch.dtype = FP32) -> str:
+def swiglu(b: OnnxBuilder, gate_up: str, axis: int, dtype: torch.dtype = FP32) -> str:
     """In fp32. Split before the cast: TensorRT then keeps gate_up in its dtype (101 MB instead of
     163 MB of workspace for 64 experts of 352 and 512 tokens)."""
     halves = b.op("Split", gate_up, outputs=2, axis=axis, num_outputs=2)
-    gate, up = (_cast(b, half, dtype, FP32) for half in halves)
+    gate, up = (cast(b, half, dtype, FP32) for half in halves)
     return str(b.op("Mul", b.op("Mul", gate, b.op("Sigmoid", gate)), up))
 
 
-def _cast(b: OnnxBuilder, x: str, given: torch.dtype, wanted: torch.dtype) -> str:
+def cast(b: OnnxBuilder, x: str, given: torch.dtype, wanted: torch.dtype) -> str:
     return x if given == wanted else b.cast(x, wanted)

@@ -2,7 +2,8 @@
 
 A translation gets the builder, the graph's node, and the node's arguments with tensors replaced by
 the names of their ONNX values; it returns the name of its own value, or a list of several.
-Attention is in onnx_attention.py and onnx_mla.py, mixtures of experts in onnx_moe.py.
+Attention is in onnx_attention.py and onnx_mla.py, mixtures of experts in onnx_moe.py,
+INT4 weights in onnx_int4.py and onnx_int4_moe.py.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from torch import fx
 
 from seekforge.compile.onnx_attention import flatten_heads, translate_gathered_attention
 from seekforge.compile.onnx_builder import OnnxBuilder, Value
+from seekforge.compile.onnx_int4 import translate_int4_linear
+from seekforge.compile.onnx_int4_moe import translate_int4_moe_experts
 from seekforge.compile.onnx_mla import translate_gathered_mla_attention
 from seekforge.compile.onnx_moe import translate_moe_experts, translate_moe_route
 from seekforge.kernels.add_rms_norm import add_rms_norm
 from seekforge.kernels.gathered_attention import gathered_attention
 from seekforge.kernels.gathered_mla_attention import gathered_mla_attention
+from seekforge.kernels.int4_linear import int4_linear
+from seekforge.kernels.int4_moe_experts import int4_moe_experts
 from seekforge.kernels.moe_experts import moe_experts
 from seekforge.kernels.moe_route import moe_route
 from seekforge.kernels.rms_norm import rms_norm
@@ -167,4 +172,6 @@ TRANSLATIONS: dict[Any, Callable[..., Value]] = {
     gathered_mla_attention: translate_gathered_mla_attention,
     moe_route: translate_moe_route,
     moe_experts: translate_moe_experts,
+    int4_linear: translate_int4_linear,
+    int4_moe_experts: translate_int4_moe_experts,
 }

@@ -84,12 +84,12 @@ def quantise(
     """Rounds a weight [..., out_features, in_features] to the nearest representable one.
 
     clip: [..., out_features, groups], the largest magnitude a weight of the group keeps. dtype:
-    of the scales; None: that of `weight`. Raises InputError where group_size does not divide in_features or
-    a weight is not finite.
+    of the scales; None: that of `weight`. Raises InputError where group_size does not divide
+    in_features or a weight is not finite.
     """
     _check(weight, group_size)
     values = clipped_groups(weight, group_size, clip)
-    scales, zeros = _scales(values, symmetric, dtype or weight.dtype)
+    scales, zeros = scales_of(values, symmetric, dtype or weight.dtype)
     q = _round(values, scales, zeros)
     return Int4(pack(q.to(torch.uint8).flatten(-2)), scales, zeros)
 
@@ -112,7 +112,7 @@ def fake_quantise(
 ) -> Tensor:
     """dequantise(quantise(weight)) in fp32, without packing; scales are rounded to `dtype`."""
     values = clipped_groups(weight, group_size, clip)
-    scales, zeros = _scales(values, symmetric, dtype)
+    scales, zeros = scales_of(values, symmetric, dtype)
     q = _round(values, scales, zeros)
     q -= SYMMETRIC_ZERO if zeros is None else zeros[..., None].float()
     q *= scales[..., None].float()
@@ -143,7 +143,7 @@ def clipped_groups(weight: Tensor, group_size: int, clip: Tensor | None = None) 
     return torch.minimum(torch.maximum(values, -bound), bound)
 
 
-def _scales(values: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def scales_of(values: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Scales in `dtype` and zeros of weights [..., groups, group_size]."""
     low, high = torch.aminmax(values, dim=-1)
     if symmetric:

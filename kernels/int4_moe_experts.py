@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from seekforge.kernels.int4 import SYMMETRIC_ZERO, grouped
+from seekforge.kernels.gemv import int4_gemv
 from seekforge.kernels.int4_linear import int4_linear_reference
 from seekforge.kernels.ops import register
 from seekforge.kernels.swiglu import swiglu_reference
@@ -108,22 +108,8 @@ def one_token_int4_experts(
 ) -> Tensor:
     """The same for exactly one token in all, written for a compiler: no data-dependent Python."""
     chosen = indices.flatten()  # [top_k]
-    row = x.flatten().float()[None]
-    hidden = _rows_product(row, (gate_up_q, gate_up_scales, gate_up_zeros), chosen)
+    row = x.reshape(1, -1).expand(chosen.shape[0], -1)
+    hidden = int4_gemv(row, gate_up_q, gate_up_scales, gate_up_zeros, chosen)
     gate, up = hidden.chunk(2, -1)  # [top_k, intermediate]
-    out = _rows_product(silu(gate) * up, (down_q, down_scales, down_zeros), chosen)
+    out = int4_gemv(silu(gate) * up, down_q, down_scales, down_zeros, chosen)
     return (out * weights.reshape(-1, 1)).sum(0).to(x.dtype).view(x.shape)
-
-
-def _rows_product(x: Tensor, weight: Packed, chosen: Tensor) -> Tensor:
-    """x [top_k or 1, in_features] times the weights of the chosen experts -> [top_k, out_features].
-
-    Reduces over (groups, bytes of a group), which keeps Inductor's loop along the bytes."""
-    qweight, scales, zeros = weight
-    q = grouped(qweight[chosen], scales.shape[-1]).int()
-    zero = SYMMETRIC_ZERO if zeros is None else zeros[chosen][..., None].int()
-    even, odd = (
-        grouped(x[:, None, i::2], scales.shape[-1]) for i in (0, 1)
-    )  # [top_k or 1, 1, groups, bytes]
-    products = ((q & 15) - zero).float() * even + ((q >> 4) - zero).float() * odd
-    return (products * scales[chosen][..., None].float()).sum((-1, -2))

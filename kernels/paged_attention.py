@@ -117,8 +117,9 @@ def paged_attention_triton(
     if tokens == 0:
         return y
     by_row = tokens <= sequences
-    kv_write_triton(k, v, k_pool, v_pool, slot_mapping)
+    # Before the write: the kernel after it reads these before it waits for it.
     index = (block_tables, context_lens.contiguous(), query_start.contiguous())
+    kv_write_triton(k, v, k_pool, v_pool, slot_mapping)
     if by_row or sequences > 1:
         paged_decode_triton(q, k_pool, v_pool, *index, scale, y, by_row)
     if not by_row:

@@ -44,11 +44,11 @@ def find_sequence(query_start, row, sequences):  # type: ignore[no-untyped-def]
 
 @jit
 def halves(words, KIND: tl.constexpr, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The even and the odd values of stored 16-bit words, in fp16; exact, FP8 divided by 256.
+    """The even and the odd values of stored 16-bit words, in fp16; exact.
 
     Words, since matrix units read pairs of bytes from shared memory, and single bytes one by one.
     INT8: 0x6480 is 1152 in fp16 with a last place of 1, so its lower bits take x + 128.
-    FP8: the bits of E4M3 in the places of fp16, whose exponent's bias is 8 larger.
+    FP8: the bits of E4M3 in the places of fp16 (its exponent's bias is 8 larger: times 256).
     PACKED: the same in PTX, two words at a time; for compiled kernels.
     """
     if PACKED:
@@ -61,11 +61,9 @@ def halves(words, KIND: tl.constexpr, PACKED: tl.constexpr):  # type: ignore[no-
             )  # fmt: skip
         else:
             low, high = tl.inline_asm_elementwise(
-                """{ .reg .b32 t, u;
-                shl.b32 t, $2, 8; shr.b32 u, t, 1; and.b32 u, u, 0x3f803f80;
-                lop3.b32 $0, t, 0x80008000, u, 0xea;
-                shr.b32 u, $2, 1; and.b32 u, u, 0x3f803f80;
-                lop3.b32 $1, $2, 0x80008000, u, 0xea; }""",
+                """{ .reg .b16 a, b; .reg .b32 t, u; mov.b32 {a, b}, $2;
+                cvt.rn.f16x2.e4m3x2 t, a; cvt.rn.f16x2.e4m3x2 u, b;
+                prmt.b32 $0, t, u, 0x5410; prmt.b32 $1, t, u, 0x7632; }""",
                 "=&r,=&r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2,
             )  # fmt: skip
     else:
@@ -75,8 +73,9 @@ def halves(words, KIND: tl.constexpr, PACKED: tl.constexpr):  # type: ignore[no-
             low = (low ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
             high = (high ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
         else:
-            low = (((low & 0x80) << 8) | ((low & 0x7F) << 7)).to(tl.float16, bitcast=True)
-            high = (((high & 0x80) << 8) | ((high & 0x7F) << 7)).to(tl.float16, bitcast=True)
+            low = (((low & 0x80) << 8) | ((low & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+            high = ((high & 0x80) << 8) | ((high & 0x7F) << 7)
+            high = high.to(tl.float16, bitcast=True) * 256.0
     return low, high
 
 
@@ -155,7 +154,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     if OVERLAP:
         tl.extra.cuda.gdc_wait()  # for the new tokens in the pools
 
-    d = tl.arange(0, QK)[:, None]
+    d = tl.arange(0, QK)[None, :]
     dv = tl.arange(0, V)[None, :]
     q_at = row * q_token + (head * GROUP + group)[:, None] * q_head
     in_query = valid[:, None] & (tl.arange(0, QK) < QK_DIM)[None, :]
@@ -172,7 +171,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         odd = (odd / top).to(tl.float16)
         scale = scale * top
         if KIND == "fp8":
-            scale = scale * tl.load(k_scale + head) * 256.0
+            scale = scale * tl.load(k_scale + head)
     k_base = k_pool + head * k_head
     v_base = v_pool + head * v_head
     highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -189,9 +188,10 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         v_at = block * v_block + (at % BLOCK_SIZE) * v_slot
         # A slot behind the context may hold NaN: hidden in K by the scores' mask, in V by `inside`.
         if QK_DIM == QK:
-            keys = tl.load(k_base + k_at[None, :] + d)
+            keys = tl.load(k_base + k_at[:, None] + d)
         else:
-            keys = tl.load(k_base + k_at[None, :] + d, mask=d < QK_DIM, other=0)
+            keys = tl.load(k_base + k_at[:, None] + d, mask=d < QK_DIM, other=0)
+        keys = tl.trans(keys)
         values = load_tile(v_base, v_at[:, None], dv, inside[:, None], V_DIM, V)
         if KIND == "plain":
             scores = tl.dot(query, keys, input_precision=PRECISION) * scale
@@ -218,7 +218,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         highest = top_now
     by = 1.0 / total[:, None]
     if KIND == "fp8":
-        by *= tl.load(v_scale + head) * 256.0
+        by *= tl.load(v_scale + head)
 
     stored = valid[:, None] & (dv < V_DIM)
     step: tl.constexpr = 1 if KIND == "plain" else 2
@@ -256,8 +256,8 @@ def paged_decode_triton(
     k_words, v_words = k_pool.shape[3], v_pool.shape[3]
     config = config or decode_config(
         kind if kind != "plain" else str(q.dtype).removeprefix("torch."),
-        tiles=entries * kv_heads, context=width * block_size, dim=max(qk_dim, v_dim),
-        processors=multiprocessors(q.device),
+        tiles=entries * kv_heads, context=width * block_size, block_size=block_size,
+        dim=max(qk_dim, v_dim), processors=multiprocessors(q.device),
     )  # fmt: skip
     splits, overlap = config.splits, overlaps_launches(q.device)
     pieces = splits if splits > 1 else 0

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from seekforge.kernels.mla_attention import absorbed_attention, decompressed_attention, output_like
 from seekforge.kernels.ops import register
+from seekforge.kernels.paged_mla_decode import paged_mla_attention_triton
 
 
 def write_latents(
@@ -97,6 +98,7 @@ paged_mla_attention = register(
     "Tensor query_start, Tensor kv_b, float scale) -> Tensor",
     reference=paged_mla_attention_reference,
     fake=_fake,
+    cuda=paged_mla_attention_triton,
 )
 
 

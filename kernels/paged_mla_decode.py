@@ -44,11 +44,24 @@ def guess_tile(query_start, tile, sequences, HEADS: tl.constexpr, BLOCK_M: tl.co
 
 
 @jit
+def load_columns(base, first, width, inside, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns first:first + W of the rows at `base`; zero from `width` on, or outside."""
+    column = first + tl.arange(0, W)[None, :]
+    return tl.load(base + column, mask=inside & (column < width), other=0.0)
+
+
+@jit
+def store_columns(base, first, width, inside, value, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = first + tl.arange(0, W)[None, :]
+    tl.store(base + column, value.to(base.dtype.element_ty), mask=inside & (column < width))
+
+
+@jit
 def paged_mla_kernel(  # type: ignore[no-untyped-def]
     q_latent, q_rope, pool, y, parts, logs, block_tables, context_lens, query_start, scale,
     sequences,
     q_token, q_head, r_token, r_head, block_stride, slot_stride, table_stride, y_token, y_head,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, RANK_DIM: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
     ROPE_DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -77,68 +90,74 @@ def paged_mla_kernel(  # type: ignore[no-untyped-def]
             tl.store(logs + own, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
         return
     seen = past + tl.minimum(token, new - 1) + 1
-    c = tl.arange(0, RANK)
-    r = tl.arange(0, ROPE)
     table = block_tables + sequence.to(tl.int64) * table_stride
     upcoming = find_blocks(table, first, last, BLOCK_N, BLOCK_SIZE)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()  # for the new tokens in the pool
     q_at = at * q_token + (row % HEADS) * q_head
-    latent_query = tl.load(
-        q_latent + q_at[:, None] + c[None, :],
-        mask=valid[:, None] & (c < RANK_DIM)[None, :], other=0.0,
-    )  # fmt: skip
+    # In quarters: four short chains of dependent matrix instructions instead of a long one, which
+    # would take longer than the loads (36 steps of about 33 cycles for one block of the context).
+    rows = valid[:, None]
+    q0 = load_columns(q_latent + q_at[:, None], 0, RANK, rows, W)
+    q1 = load_columns(q_latent + q_at[:, None], W, RANK, rows, W)
+    q2 = load_columns(q_latent + q_at[:, None], 2 * W, RANK, rows, W)
+    q3 = load_columns(q_latent + q_at[:, None], 3 * W, RANK, rows, W)
     r_at = at * r_token + (row % HEADS) * r_head
-    rope_query = tl.load(
-        q_rope + r_at[:, None] + r[None, :],
-        mask=valid[:, None] & (r < ROPE_DIM)[None, :], other=0.0,
-    )  # fmt: skip
+    qr = load_columns(q_rope + r_at[:, None], 0, ROPE_DIM, rows, ROPE)
     # Finite: a later row's whole part of the context may be hidden from an earlier one.
     highest = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, RANK], tl.float32)
+    y0 = tl.zeros([BLOCK_M, W], tl.float32)
+    y1 = tl.zeros([BLOCK_M, W], tl.float32)
+    y2 = tl.zeros([BLOCK_M, W], tl.float32)
+    y3 = tl.zeros([BLOCK_M, W], tl.float32)
     for n in range(first, last, BLOCK_N):
         block = upcoming
         upcoming = find_blocks(table, n + BLOCK_N, last, BLOCK_N, BLOCK_SIZE)
         here = n + tl.arange(0, BLOCK_N)
         base = pool + (block * block_stride + (here % BLOCK_SIZE) * slot_stride)[:, None]
-        if RANK == RANK_DIM:
-            latent = tl.load(base + c[None, :], mask=(here < last)[:, None], other=0.0)
-        else:
-            latent = tl.load(
-                base + c[None, :], mask=(here < last)[:, None] & (c < RANK_DIM)[None, :], other=0.0
-            )
-        rope = tl.load(
-            base + RANK_DIM + r[None, :], mask=(here < last)[:, None] & (r < ROPE_DIM)[None, :],
-            other=0.0,
-        )  # fmt: skip
-        scores = tl.dot(latent_query, tl.trans(latent), input_precision=PRECISION)
-        scores = tl.dot(rope_query, tl.trans(rope), scores, input_precision=PRECISION) * scale
+        known = (here < last)[:, None]  # a slot behind the context may hold NaN
+        c0 = load_columns(base, 0, RANK, known, W)
+        c1 = load_columns(base, W, RANK, known, W)
+        c2 = load_columns(base, 2 * W, RANK, known, W)
+        c3 = load_columns(base, 3 * W, RANK, known, W)
+        rope = load_columns(base + RANK, 0, ROPE_DIM, known, ROPE)
+        # Scaled one by one: the compiler would make a plain sum one chain again.
+        scores = tl.dot(q0, tl.trans(c0), input_precision=PRECISION) * scale
+        scores += tl.dot(q1, tl.trans(c1), input_precision=PRECISION) * scale
+        scores += tl.dot(q2, tl.trans(c2), input_precision=PRECISION) * scale
+        scores += tl.dot(q3, tl.trans(c3), input_precision=PRECISION) * scale
+        scores += tl.dot(qr, tl.trans(rope), input_precision=PRECISION) * scale
         hidden = (here[None, :] >= seen[:, None]) | (here >= last)[None, :]
         scores = tl.where(hidden, float("-inf"), scores)
         top = tl.maximum(highest, tl.max(scores, axis=1))
         shrink = tl.exp2(highest - top)
         weight = tl.exp2(scores - top[:, None])
         total = total * shrink + tl.sum(weight, axis=1)
-        acc = tl.dot(
-            weight.to(latent.dtype), latent, acc * shrink[:, None], input_precision=PRECISION
-        )
+        weight = weight.to(c0.dtype)
+        y0 = tl.dot(weight, c0, y0 * shrink[:, None], input_precision=PRECISION)
+        y1 = tl.dot(weight, c1, y1 * shrink[:, None], input_precision=PRECISION)
+        y2 = tl.dot(weight, c2, y2 * shrink[:, None], input_precision=PRECISION)
+        y3 = tl.dot(weight, c3, y3 * shrink[:, None], input_precision=PRECISION)
         highest = top
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
 
-    inside = valid[:, None] & (c < RANK_DIM)[None, :]
+    by = 1.0 / tl.where(total > 0, total, 1.0)[:, None]
     if SPLIT:
-        tl.store(parts + own[:, None] * RANK_DIM + c[None, :], acc, mask=inside)
+        target = parts + own[:, None] * RANK
         log = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
         tl.store(logs + own, log, mask=valid)
     else:
-        y_at = at * y_token + (row % HEADS) * y_head
-        tl.store(y + y_at[:, None] + c[None, :], acc.to(y.dtype.element_ty), mask=inside)
+        target = y + (at * y_token + (row % HEADS) * y_head)[:, None]
+    store_columns(target, 0, RANK, rows, y0 * by, W)
+    store_columns(target, W, RANK, rows, y1 * by, W)
+    store_columns(target, 2 * W, RANK, rows, y2 * by, W)
+    store_columns(target, 3 * W, RANK, rows, y3 * by, W)
 
 
 def paged_mla_decode_triton(
     q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, block_tables: Tensor,
-    context_lens: Tensor, query_start: Tensor, scale: float, y: Tensor, config: Config | None = None,
+    context_lens: Tensor, query_start: Tensor, scale: float, y: Tensor,
+    config: Config | None = None,
 ) -> None:  # fmt: skip
     """Fills y's rows of all sequences; rows of no sequence are left with any value."""
     tokens, heads, rank = q_latent.shape
@@ -162,7 +181,7 @@ def paged_mla_decode_triton(
         q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1),
         latent_pool.stride(0), latent_pool.stride(1), block_tables.stride(0),
         y.stride(0), y.stride(1),
-        BLOCK_SIZE=block_size, HEADS=heads, RANK_DIM=rank, RANK=next_power_of_2(max(rank, 16)),
+        BLOCK_SIZE=block_size, HEADS=heads, RANK=rank, W=max(16, next_power_of_2(rank) // 4),
         ROPE_DIM=rope, ROPE=next_power_of_2(max(rope, 16)),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=splits > 1,
         PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
@@ -192,15 +211,13 @@ def paged_mla_attention_triton(
         x if x.stride(-1) == 1 else x.contiguous() for x in (q_rope, block_tables)
     )
     q_latent = torch.bmm(q_nope.transpose(0, 1), up[:, :nope]).transpose(0, 1)
+    index = (block_tables, context_lens.contiguous(), query_start.contiguous())
     # The write comes last: the kernel after it starts early and waits for it alone.
     pool = latent_pool.unsqueeze(2)
     kv_write_triton(
         latent.unsqueeze(1), k_rope.unsqueeze(1), pool[..., :rank], pool[..., rank:], slot_mapping
     )
     mixed = q_nope.new_empty(heads, tokens, rank)
-    paged_mla_decode_triton(
-        q_latent, q_rope, latent_pool, block_tables, context_lens.contiguous(),
-        query_start.contiguous(), scale, mixed.transpose(0, 1),
-    )  # fmt: skip
+    paged_mla_decode_triton(q_latent, q_rope, latent_pool, *index, scale, mixed.transpose(0, 1))
     torch.bmm(mixed, up[:, nope:].transpose(1, 2), out=y.transpose(0, 1))
     return y

@@ -122,6 +122,7 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     query = tl.load(
         q + q_at[:, None] + d[None, :], mask=valid[:, None] & (d < QK_DIM)[None, :], other=0.0
     )
+    column = head.to(tl.int32)  # of a descriptor, in heads
     k_base = k_pool + head * k_head
     v_base = v_pool + head * v_head
     table = block_tables + sequence.to(tl.int64) * table_stride
@@ -129,12 +130,12 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, V], tl.float32)
     acc, highest, total = attend(
-        query, acc, highest, total, k_base, v_base, k_tiles, v_tiles, head.to(tl.int32), table, seen,
+        query, acc, highest, total, k_base, v_base, k_tiles, v_tiles, column, table, seen,
         0, whole, scale, k_block, k_slot, v_block, v_slot,
         BLOCK_SIZE, QK_DIM, QK, V_DIM, V, BLOCK_N, False, TILES, PRECISION,
     )  # fmt: skip
     acc, highest, total = attend(
-        query, acc, highest, total, k_base, v_base, k_tiles, v_tiles, head.to(tl.int32), table, seen,
+        query, acc, highest, total, k_base, v_base, k_tiles, v_tiles, column, table, seen,
         whole, by_any, scale, k_block, k_slot, v_block, v_slot,
         BLOCK_SIZE, QK_DIM, QK, V_DIM, V, BLOCK_N, True, TILES, PRECISION,
     )  # fmt: skip

@@ -69,11 +69,10 @@ def quantised_paged_attention_triton(
     y = q.new_empty(*q.shape[:-1], v.shape[-1])
     if q.shape[0] == 0:
         return y
+    # Before the write: the kernel after it reads these before it waits for it.
+    index = (block_tables, context_lens.contiguous(), query_start.contiguous())
     kv_write_triton(k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale)
-    paged_decode_triton(
-        q, k_pool, v_pool, block_tables, context_lens.contiguous(), query_start.contiguous(),
-        scale, y, True, k_scale, v_scale,
-    )  # fmt: skip
+    paged_decode_triton(q, k_pool, v_pool, *index, scale, y, True, k_scale, v_scale)
     return y
 
 

@@ -8,6 +8,7 @@ without a row of their own take the nearest row above; the last row of a table i
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """A row of the table below: waves is the number of programs per multiprocessor aimed at."""
+    """A row of the table below; waves: programs per multiprocessor aimed at by splitting."""
 
     block_n: int
     waves: float
@@ -36,24 +37,28 @@ class Decode:
     stages: int
 
 
-# (dtype or kind of the pools, most programs per multiprocessor without splitting) -> row
-DECODE: dict[str, list[tuple[float, Decode]]] = {
+# dtype or kind of the pools -> rows of (most tiles per multiprocessor, smallest block, Decode).
+# Blocks below 64 tokens cost more instructions a token, so there two programs share a processor.
+DECODE: dict[str, list[tuple[float, int, Decode]]] = {
     "bfloat16": [
-        (0.5, Decode(64, 1.0, 4, 3)),
-        (1.2, Decode(128, 1.0, 4, 3)),
-        (float("inf"), Decode(64, 1.0, 4, 4)),
+        (0.5, 1, Decode(64, 1.0, 4, 3)),
+        (1.2, 64, Decode(128, 1.0, 4, 3)),
+        (1.2, 1, Decode(128, 2.0, 4, 2)),
+        (math.inf, 1, Decode(64, 1.0, 4, 4)),
     ],
-    "int8": [(float("inf"), Decode(128, 1.0, 4, 4))],
-    "fp8": [(float("inf"), Decode(128, 1.0, 4, 4))],
-    "float32": [(float("inf"), Decode(32, 2.0, 4, 2))],
+    "int8": [(math.inf, 1, Decode(128, 1.0, 4, 4))],
+    "fp8": [(math.inf, 1, Decode(128, 1.0, 4, 4))],
+    "float32": [(math.inf, 1, Decode(32, 2.0, 4, 2))],
 }
 
 
-def decode_config(kind: str, *, tiles: int, context: int, dim: int, processors: int) -> Config:
+def decode_config(
+    kind: str, *, tiles: int, context: int, block_size: int, dim: int, processors: int
+) -> Config:
     """kind: "int8", "fp8" or the dtype of q and the pools; tiles: sequences x KV heads."""
     rows = DECODE.get(kind, DECODE["bfloat16"])
     load = tiles / processors
-    row = next(row for limit, row in rows if load <= limit)
+    row = next(row for most, least, row in rows if load <= most and block_size >= least)
     block_n = row.block_n if dim <= 128 else max(16, row.block_n // 2)
     most = -(-context // block_n)
     splits = max(1, min(most, 128, int(row.waves * processors / tiles)))

@@ -118,6 +118,8 @@ def _refused(program: Program, weight: Any, options: Int4Options) -> str | None:
     if any(skipped):
         odd = [source for source, skip in zip(sources, skipped, strict=True) if skip]
         return f"of the fused weights, {', '.join(odd[:4])} are to be left as they are"
+    if any(user.target is torch.ops.aten.embedding.default for user in weight.users):
+        return f"{sources[0]} is the embedding too"
     features = int(weight.meta["val"].shape[-1])
     if group_size_of(features, options.group_size) is None:
         return f"no group size divides {features} input features"

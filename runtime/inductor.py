@@ -24,7 +24,7 @@ import seekforge.kernels.paged_attention
 import seekforge.kernels.paged_mla_attention  # noqa: F401
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.manifest import Manifest
-from seekforge.runtime.padded import make_pools
+from seekforge.runtime.padded import clear_blocks, make_pools
 from seekforge.runtime.session import Chunk, ragged_inputs
 
 MODEL_NAME = "model.pt2"
@@ -64,6 +64,9 @@ class InductorSession:
         self.pools = []  # the old ones go before the new ones are made
         pools = make_pools(self.manifest.kv, num_blocks, block_size, self.device)
         self.pools = list(pools.values())
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        clear_blocks(self.pools, blocks)
 
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
         assert self.pools, "allocate() comes before step()"

@@ -150,6 +150,8 @@ class LLM:
                 blocks = table[: self.blocks.blocks_for(start + len(tokens))]
                 rows.append(self.session.step([Chunk(tokens, start, blocks, range(len(tokens)))]))
         finally:
+            if not all(bool(row.isfinite().all()) for row in rows):
+                self.session.clear(table)
             self.blocks.free(owner)
         return torch.cat(rows)
 
@@ -163,6 +165,7 @@ class LLM:
         for sequence in request.sequences if request else ():
             if sequence.finish_reason is None:
                 sequence.finish_reason = "abort"
+                self.session.clear(self.blocks.table(sequence.id))
                 self.scheduler.remove(sequence)
 
     def step(self) -> list[Delta]:
@@ -192,6 +195,7 @@ class LLM:
         reason: FinishReason | None = "error"
         if token is None:
             text = sequence.stream.finish()
+            self.session.clear(self.blocks.table(sequence.id))
         else:
             sequence.token_ids.append(token)
             text, reason = self._read(sequence, token)

@@ -16,7 +16,7 @@ from torch import Tensor
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.bindings import bindings
 from seekforge.runtime.manifest import Manifest
-from seekforge.runtime.padded import make_pools, output_shapes, run_padded
+from seekforge.runtime.padded import clear_blocks, make_pools, output_shapes, run_padded
 from seekforge.runtime.session import Chunk
 
 # onnx.TensorProto's numbers for the dtypes that numpy has not, or has.
@@ -52,6 +52,9 @@ class OnnxRuntimeSession:
     def allocate(self, num_blocks: int, block_size: int) -> None:
         self.pools = {}  # the old ones go before the new ones are made
         self.pools = make_pools(self.manifest.kv, num_blocks, block_size, self.device)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        clear_blocks(self.pools.values(), blocks)
 
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
         return run_padded(self.manifest, self.pools, chunks, self._run)

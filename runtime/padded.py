@@ -5,7 +5,7 @@ The graph is pure: it reads the pools and returns the new keys and values, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,12 @@ def make_pools(
         name: torch.zeros((num_blocks, block_size, *kv.shape(name)), dtype=dtype, device=device)
         for name in kv.names
     }
+
+
+def clear_blocks(pools: Iterable[Tensor], blocks: Sequence[int]) -> None:
+    """Zeroes the given blocks of all pools."""
+    for pool in pools:
+        pool[torch.tensor(list(blocks), dtype=torch.long, device=pool.device)] = 0
 
 
 def run_padded(

@@ -51,6 +51,10 @@ class Session(Protocol):
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV pools, zeroed; an earlier set is dropped."""
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zeroes these blocks of every pool: what a failed sequence left there may be NaN, which
+        reaches a later owner of the block through masked positions (0 * NaN)."""
+
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
         """Writes the chunks' K and V into the pools -> logits, float32 [sum(len(rows)), V] on the
         CPU, in the order of the chunks and of their rows."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.bindings import bindings
 from seekforge.runtime.manifest import Manifest, unfit_reason
-from seekforge.runtime.padded import make_pools, run_padded
+from seekforge.runtime.padded import clear_blocks, make_pools, run_padded
 from seekforge.runtime.profiles import largest, profile_from_json, select_profile
 from seekforge.runtime.session import Chunk
 from seekforge.runtime.tensorrt_api import Log, capture, import_tensorrt, process_logger
@@ -81,6 +81,9 @@ class TensorRTSession:
             )
         self._pools = {}  # the old ones go before the new ones are made
         self._pools = make_pools(kv, num_blocks, block_size, self._device)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        clear_blocks(self._pools.values(), blocks)
 
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
         return run_padded(self.manifest, self._pools, chunks, self._run)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from seekforge.compile import build as building
+from seekforge.compile import lower
 from seekforge.compile.build import Options, build
 from seekforge.compile.weights import data_offsets
 from seekforge.kernels.errors import BuildError, EngineError, InputError
@@ -56,7 +57,7 @@ def test_failed_step_leaves_nothing(
     def fail(*_: object) -> None:
         raise BuildError("planted")
 
-    monkeypatch.setattr(building.onnx, "write_onnx", fail)
+    monkeypatch.setattr(lower.onnx, "write_onnx", fail)
     with pytest.raises(BuildError, match="planted"):
         build(tiny_checkpoint("llama"), tmp_path, ORT)
     assert leftovers(tmp_path) == []
@@ -95,8 +96,8 @@ def test_too_few_fusions_end_the_build(
 def test_killed_build_leaves_no_engine(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
-        "from seekforge.compile import build as b\n"
-        "b.onnx.write_onnx = lambda *a: (print('reached', flush=True), time.sleep(60))\n"
+        "from seekforge.compile import build as b, lower\n"
+        "lower.onnx.write_onnx = lambda *a: (print('reached', flush=True), time.sleep(60))\n"
         "b.build(Path(sys.argv[1]), Path(sys.argv[2]), b.Options(backends=('onnxruntime',)))\n"
     )
     command = [sys.executable, "-c", script, str(tiny_checkpoint("llama")), str(tmp_path / "out")]

@@ -140,6 +140,8 @@ def test_sums_beyond_float16(tiny_checkpoint: Engine, tiny_model: Model, tmp_pat
     assert not found.score(IDS).isfinite().all()
     (output,) = found.generate([IDS], SamplingParams(max_tokens=32, ignore_eos=True))
     assert output.choices[0].finish_reason == "error" and 0 not in output.choices[0].token_ids
+    session: Any = found.session
+    assert all(pool.isfinite().all() for pool in session.pools.values())
 
 
 @pytest.fixture(scope="module")

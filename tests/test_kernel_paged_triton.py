@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from seekforge.kernels import paged_decode, paged_mla_decode, paged_prefill
+from seekforge.kernels import paged_decode, paged_mla_decode, paged_prefill, tuning
 from seekforge.kernels.paged_attention import paged_attention_reference, paged_attention_triton
 from seekforge.kernels.paged_mla_attention import paged_mla_attention_reference
 from seekforge.kernels.paged_mla_decode import paged_mla_attention_triton
@@ -223,3 +223,16 @@ def test_latent_attention_of_deepseek(
     y = paged_mla_attention_triton(*given)
     error, allowed = ((x.float() - exact).norm() for x in (y, plain))
     assert error <= 1.3 * allowed + 1e-3 * exact.norm(), f"{heads=} {error=} {allowed=}"
+
+
+@pytest.mark.parametrize("tiles", [1, 8, 128, 256, 5000])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "int8", "fp8", "float32"])
+def test_configurations_fill_the_gpu(kind: str, tiles: int) -> None:
+    """No split is empty by construction, and a batch that fills the GPU is not split."""
+    for context in (16, 4096, 131072):
+        config = tuning.decode_config(
+            kind, tiles=tiles, context=context, block_size=16, dim=128, processors=132
+        )
+        assert 1 <= config.splits <= max(1, -(-context // config.block_n))
+        assert tiles < 264 or config.splits == 1, f"{context=} {config}"
+        assert context < 131072 or tiles * config.splits >= 66, f"{context=} {config}"

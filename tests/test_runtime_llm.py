@@ -73,6 +73,9 @@ class FakeSession:
     def allocate(self, num_blocks: int, block_size: int) -> None:
         self.pool = torch.full((num_blocks, block_size), -1)
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        self.pool[list(blocks)] = -1
+
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
         self.steps.append([len(chunk.token_ids) for chunk in chunks])
         return self.ragged(chunks) if self.manifest.form == "ragged" else self.padded(chunks)
