@@ -6,6 +6,7 @@ DTYPE ?= auto
 DEVICE ?= cpu
 MAX_BATCH ?= 8
 MAX_LEN ?= 1024
+QUANT ?=
 PROMPT ?= What is the capital of France?
 PYTHON ?= python3
 
@@ -31,7 +32,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 build-engine: install
 	$(RUN) build '$(MODEL)' --out '$(OUT)' --backend '$(BACKEND)' --dtype '$(DTYPE)' \
-	    --device '$(DEVICE)' --max-batch '$(MAX_BATCH)' --max-len '$(MAX_LEN)'
+	    --device '$(DEVICE)' --max-batch '$(MAX_BATCH)' --max-len '$(MAX_LEN)' \
+	    $(if $(QUANT),--quant '$(QUANT)')
 ifneq ($(RUNNABLE),)
 	$(RUN) compare '$(OUT)'
 	$(RUN) generate '$(OUT)' '$(PROMPT)' --chat --max-tokens 64

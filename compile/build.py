@@ -21,7 +21,6 @@ from seekforge.compile.bundle import (
     atomic_directory,
     check_writable,
     copy_tokenizer,
-    link_or_copy,
     link_weights,
 )
 from seekforge.compile.calibration_file import CALIBRATION_NAME, Calibrated
@@ -33,7 +32,7 @@ from seekforge.compile.steps import Steps
 from seekforge.compile.weights import WEIGHTS_NAME, Source, recipe, write_weights
 from seekforge.compile.workspace import check_workspace
 from seekforge.kernels.errors import BuildError, InputError
-from seekforge.models.checkpoint import Checkpoint, open_checkpoint
+from seekforge.models.checkpoint import INT4, Checkpoint, open_checkpoint
 from seekforge.models.families import expected_fusions
 from seekforge.models.spec import check_max_len
 from seekforge.passes.int4 import Int4Options, int4_sizes, int4_tensors, sign_int4
@@ -122,6 +121,11 @@ def build(
     spec = checkpoint.spec
     max_len = options.max_len or min(DEFAULT_MAX_LEN, spec.max_position_embeddings)
     check_max_len(checkpoint.config, max_len)
+    if checkpoint.quant is not None and options.quant is not None:
+        raise InputError(
+            f"--quant {options.quant}: {checkpoint_path} holds INT4 weights already "
+            f"({checkpoint.quant.method}); leave --quant out, or give the unquantised checkpoint"
+        )
     limits = Limits(max_len, options.max_batch, min(options.max_chunk, max_len))
     check_writable(out)
     for backend in options.backends:
@@ -151,7 +155,7 @@ class _Job:
         dtype = self._dtype(backend)
         with atomic_directory(self.out / backend) as folder:
             program, inputs, passes = self._program(backend, dtype)
-            source = self._source(program, dtype, folder)
+            source = self._source(program)
             if not link_weights(self.out, folder, recipe(program, source)):
                 with self.steps.step("weights"):
                     write_weights(program, source, folder / WEIGHTS_NAME)
@@ -196,7 +200,7 @@ class _Job:
                 FORMS[backend],
                 self.limits.max_len,
                 expected_fusions(self.checkpoint.spec),
-                self._int4(backend),
+                self._int4(),
             )
             workspace = None
             if FORMS[backend] == "padded":
@@ -214,19 +218,24 @@ class _Job:
             )  # fmt: skip
         return program, inputs, passes
 
-    def _source(self, program: Program, dtype: str, folder: Path) -> Source:
+    def _source(self, program: Program) -> Source:
         """Where weights come from: the checkpoint, or what calibration makes of it."""
         if self.options.quant != "awq-int4":
             return self.checkpoint
         self.calibrated = calibrated(
             self.checkpoint, self.options.calib, int4_tensors(program), self.options.int4.symmetric,
-            DTYPES[dtype], self.out / CALIBRATION_NAME, self.steps,
+            self.out / CALIBRATION_NAME, self.steps,
         )  # fmt: skip
-        link_or_copy(self.out / CALIBRATION_NAME, folder / CALIBRATION_NAME)
         return self.calibrated
 
-    def _int4(self, backend: str) -> Int4Options | None:
-        return None if self.options.quant is None else self.options.int4
+    def _int4(self) -> Int4Options | None:
+        quant = self.checkpoint.quant
+        if quant is None:
+            return None if self.options.quant is None else self.options.int4
+        stored = frozenset(n for n, t in self.checkpoint.tensors.items() if t.dtype == INT4)
+        # A group size of -1 is the whole row: larger than any.
+        size = quant.group_size if quant.group_size > 0 else 1 << 30
+        return Int4Options(size, quant.symmetric, (), stored)
 
     def _kv(self, backend: str, dtype: str) -> KVLayout:
         return KVLayout(
@@ -276,11 +285,12 @@ class _Job:
         )
 
     def _quantization(self, program: Program) -> dict[str, Any] | None:
-        if self.options.quant is None:
+        options = self._int4()
+        if options is None:
             return None
-        options = self.options.int4
+        quant = self.checkpoint.quant
         return {
-            "method": self.options.quant,
+            "method": self.options.quant if quant is None else quant.method,
             "group_size": options.group_size,
             "symmetric": options.symmetric,
             "skip": list(options.skip),

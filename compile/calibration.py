@@ -10,9 +10,8 @@ smoothing doesn't change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +19,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
-from seekforge.compile.awq import (
-    ROWS,
-    Collector,
-    Recipe,
-    Statistics,
-    error_of,
-    output_errors,
-    search_clip,
-    search_scales,
-)
-from seekforge.compile.awq_feedback import round_with_feedback
-from seekforge.compile.awq_smoothing import Factors, Heads, merged, smoothing, tied
-from seekforge.kernels.int4 import Int4, grouped, quantise
-from seekforge.kernels.swiglu import swiglu_reference
-from seekforge.models.awq_groups import UNCLIPPED, ScaleGroup, scale_groups
+from seekforge.compile.awq import Collector, Recipe
+from seekforge.compile.awq_smoothing import Factors, Heads, merged, smoothing
+from seekforge.compile.calibration_inputs import EXPERTS, observed
+from seekforge.compile.calibration_search import Outcome, Reader, matrices, search_group
+from seekforge.kernels.int4 import Int4, quantise
+from seekforge.models.awq_groups import ScaleGroup, scale_groups
 from seekforge.models.checkpoint import Checkpoint, tensors_for_parameter
 from seekforge.models.exportable import make_exportable
 from seekforge.models.module import build_module
 from seekforge.models.spec import ModelSpec
 
-EXPERTS = "mlp.experts"
 PARTS = ("qweight", "scales", "zeros")  # as `Int4` has them
-# What is kept of the inputs of a dense layer, and of each of many experts (64 experts of 2048
-# channels: 0.33 GB): rows, and, for error feedback, channels of one Gram matrix.
-DENSE_ROWS, DENSE_BLOCK = ROWS, 2048
-EXPERT_ROWS, EXPERT_BLOCK = 128, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +78,12 @@ class Calibration:
 
     def int4(self, name: str, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4:
         """The stored tensor smoothed, clipped and rounded; scales in `dtype`. With error feedback
-        the arguments must be those of `calibrate`."""
+        group size and symmetry must be those of `calibrate`."""
         if name in self.files:
             packed = _load(self.files[name], name)
-            found = (packed.group_size, packed.zeros is None, packed.scales.dtype)
-            assert found == (group_size, symmetric, dtype), f"{name} was calibrated as {found}"
-            return packed
+            found = (packed.group_size, packed.zeros is None)
+            assert found == (group_size, symmetric), f"{name} was calibrated as {found}"
+            return replace(packed, scales=packed.scales.to(dtype))
         return quantise(self.read(name), group_size, symmetric, self.clips.get(name), dtype)
 
     @property
@@ -151,7 +135,7 @@ def calibrate(
         kept = [name for name in stored if stored[name][0] not in group_sizes]
         groups = scale_groups(checkpoint.spec.model_type, stored, kept)
         inputs: dict[str, list[Collector]] = {}
-        with _observed(layer, groups, inputs, folder is not None):
+        with observed(layer, groups, inputs, folder is not None):
             for i, state in enumerate(states):
                 positions = torch.arange(state.shape[1])[None]
                 rotary = model.rotary_emb(state, positions)
@@ -168,63 +152,6 @@ def _assemble(
 ) -> Tensor:
     shape = layer.state_dict()[parameter].shape
     return torch.cat([checkpoint.read(name).float() for name in names]).view(shape)
-
-
-@contextmanager
-def _observed(
-    layer: nn.Module,
-    groups: Sequence[ScaleGroup],
-    inputs: dict[str, list[Collector]],
-    feedback: bool,
-) -> Iterator[None]:
-    """While open, gathers the input of each group's readers: one collector for a group (by its
-    producer's name), or one for each expert (by the experts' parameter)."""
-    handles = []
-    wanted = {name for group in groups for name in group.linears}
-    for group in groups:
-        plain = [name for name in group.linears if not name.startswith(EXPERTS)]
-        if plain:
-            reader = layer.get_submodule(plain[0].removesuffix(".weight"))
-            hook = _gather(inputs.setdefault(group.producer, []), DENSE_BLOCK * feedback)
-            handles.append(reader.register_forward_pre_hook(hook))
-    if any(name.startswith(EXPERTS) for name in wanted):
-        hook = _gather_experts(inputs, wanted, EXPERT_BLOCK * feedback)
-        handles.append(layer.get_submodule(EXPERTS).register_forward_pre_hook(hook))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _gather(into: list[Collector], block: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not into:
-            into.append(Collector(args[0].shape[-1], DENSE_ROWS, block))
-        into[0].add(args[0])
-
-    return hook
-
-
-def _gather_experts(
-    inputs: dict[str, list[Collector]], wanted: set[str], block: int
-) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    names = [f"{EXPERTS}.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        x, indices, _ = args
-        gate_up, down = (getattr(module, leaf) for leaf in ("gate_up_proj", "down_proj"))
-        for name, weight in zip(names, (gate_up, down), strict=True):
-            if name not in inputs:
-                inputs[name] = [Collector(weight.shape[-1], EXPERT_ROWS, block) for _ in weight]
-        x, indices = x.reshape(-1, x.shape[-1]), indices.reshape(-1, indices.shape[-1])
-        for e in indices.unique().tolist():
-            rows = x[(indices == e).any(-1)]
-            inputs[names[0]][e].add(rows)
-            if names[1] in wanted:
-                inputs[names[1]][e].add(swiglu_reference(linear(rows, gate_up[e])))
-
-    return hook
 
 
 def _search_layer(
@@ -249,10 +176,10 @@ def _search_layer(
     for group in groups:
         recipe = Recipe(group_sizes[stored[group.linears[0]][0]], symmetric, dtype)
         readers = [
-            _Reader(name, matrix, statistics)
+            Reader(name, matrix, statistics)
             for name in group.linears
             for matrix, statistics in zip(
-                _matrices(weights[name]),
+                matrices(weights[name]),
                 seen[name] if name.startswith(EXPERTS) else seen[group.producer],
                 strict=True,
             )
@@ -260,17 +187,17 @@ def _search_layer(
         # Each expert's down projection has its own scales; all other readers of a group share them.
         apart = group.rows == "up"
         together = [[reader] for reader in readers] if apart else [readers]
-        outcomes = [_search(some, recipe, group, heads) for some in together]
+        outcomes = [search_group(some, recipe, group, heads) for some in together]
         scales = torch.stack([o.scales for o in outcomes]) if apart else outcomes[0].scales
         parts.append(smoothing(group, scales, heads, stored))
         bounds = iter([bound for outcome in outcomes for bound in outcome.clips])
         for name in group.linears:
-            mine = [next(bounds) for _ in _matrices(weights[name])]
+            mine = [next(bounds) for _ in matrices(weights[name])]
             clips[name] = torch.stack(mine) if weights[name].ndim == 3 else mine[0]
         results = iter([result for outcome in outcomes for result in outcome.packed])
         if folder is not None:
             for name in group.linears:
-                packed[name] = [next(results) for _ in _matrices(weights[name])]
+                packed[name] = [next(results) for _ in matrices(weights[name])]
         calibration.groups.append(_result(index, group, outcomes))
     factors, tensors = merged(parts), dict[str, Tensor]()
     for name, names in stored.items():
@@ -318,71 +245,7 @@ def _with_rows(packed: Sequence[Int4], rows: Tensor | None) -> dict[str, Tensor]
     return parts
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    name: str
-    weight: Tensor
-    inputs: Statistics
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """Scales, bounds for each reader, its INT4 weight if rounded with feedback, and sums over the
-    readers; losses as in `ScaleSearch`."""
-
-    scales: Tensor
-    clips: list[Tensor]
-    packed: list[Int4]
-    ratio: float
-    plain_loss: float
-    scaled_loss: float
-    loss: float
-    size: float
-    clipped: int
-    groups: int
-
-
-def _search(
-    readers: Sequence[_Reader], recipe: Recipe, group: ScaleGroup, heads: Heads
-) -> _Outcome:
-    found = search_scales(
-        [reader.weight for reader in readers],
-        [reader.inputs for reader in readers],
-        recipe,
-        tie=lambda channels: tied(group.rows, channels, heads),
-    )
-    clips, packed, loss, clipped = [], list[Int4](), 0.0, 0
-    for reader in readers:
-        smoothed, rows = reader.weight * found.scales, reader.inputs.rows / found.scales
-        largest = grouped(smoothed.abs(), smoothed.shape[-1] // recipe.group_size).amax(-1)
-        clip = largest
-        if reader.name not in UNCLIPPED:
-            clip = search_clip(smoothed, rows, recipe)
-        clips.append(clip)
-        clipped += int((clip < largest).sum())
-        nearest = float(output_errors(smoothed, rows, recipe, clip=clip).sum())
-        if reader.inputs.grams:
-            grams = _scaled(reader.inputs, found.scales)
-            result = round_with_feedback(smoothed, grams, recipe, clip)
-            fed_back = error_of(smoothed, result, rows)
-            if fed_back > nearest:  # few tokens beside many channels: it fitted noise
-                result = quantise(smoothed, recipe.group_size, recipe.symmetric, clip, recipe.dtype)
-            packed.append(result)
-            nearest = min(nearest, fed_back)
-        loss += nearest
-    return _Outcome(
-        found.scales, clips, packed, found.ratio, found.plain_loss, found.loss, loss, found.size,
-        clipped, sum(clip.numel() for clip in clips),
-    )  # fmt: skip
-
-
-def _scaled(inputs: Statistics, scales: Tensor) -> list[Tensor]:
-    """The Gram matrices of the input divided by `scales`."""
-    parts = torch.split(scales, [len(gram) for gram in inputs.grams])
-    return [gram / (s[:, None] * s) for gram, s in zip(inputs.grams, parts, strict=True)]
-
-
-def _result(index: int, group: ScaleGroup, outcomes: Sequence[_Outcome]) -> GroupResult:
+def _result(index: int, group: ScaleGroup, outcomes: Sequence[Outcome]) -> GroupResult:
     size = sum(outcome.size for outcome in outcomes) or 1.0
     return GroupResult(
         layer=index,
@@ -400,11 +263,6 @@ def heads_of(spec: ModelSpec) -> Heads:
     """The attention's shape as smoothing sees it."""
     repeats = spec.num_heads // spec.num_kv_heads
     return Heads(spec.num_kv_heads, repeats, spec.v_head_dim, spec.qk_nope_head_dim)
-
-
-def _matrices(weight: Tensor) -> list[Tensor]:
-    """The matrices of a weight: of each expert, or the one."""
-    return list(weight) if weight.ndim == 3 else [weight]
 
 
 def _factors_of_part(factors: Factors, part: int, parts: int) -> Factors:

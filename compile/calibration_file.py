@@ -1,8 +1,9 @@
 """A calibration on disk: found once, then read by every engine of the bundle and by `compare`.
 
-One safetensors file: smoothing factors ("rows:NAME", "columns:NAME") and clip bounds ("clip:NAME")
-by the name of the checkpoint tensor, and in its metadata what was found. The key names everything
-that decides the result, so a file of another text or group size is not taken for this one.
+A folder: one file a layer with its rounded weights (written by `calibrate`), and one with smoothing
+factors ("rows:NAME", "columns:NAME") and clip bounds ("clip:NAME") by the name of the checkpoint
+tensor, in its metadata what was found. The key names everything that decides the result, so a
+folder of another text or group size is not taken for this one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from seekforge.compile.calibration import Calibration, GroupResult
 from seekforge.kernels.int4 import Int4
 from seekforge.models.checkpoint import Checkpoint
 
-CALIBRATION_NAME = "calibration.safetensors"
+CALIBRATION_NAME = "calibration"  # folder beside the engines of a bundle
+FACTORS = "smoothing.safetensors"  # written last
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ def calibration_key(
     return hashlib.sha256(what.encode()).hexdigest()
 
 
-def save_calibration(found: Calibrated, path: Path) -> None:
+def save_calibration(found: Calibrated, folder: Path) -> None:
+    """Completes the folder that `calibrate` wrote the layers to."""
     calibration = found.calibration
     tensors = {f"clip:{name}": clip for name, clip in calibration.clips.items()}
     for name, factors in calibration.factors.items():
@@ -65,19 +68,20 @@ def save_calibration(found: Calibrated, path: Path) -> None:
         "tokens": str(calibration.tokens),
         "groups": json.dumps([dataclasses.asdict(group) for group in calibration.groups]),
         "expert_tokens": json.dumps(calibration.expert_tokens),
+        "files": json.dumps({name: file.name for name, file in calibration.files.items()}),
     }
     # clone: factors of several tensors may share memory, which the format refuses.
     plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    save_file(plain, path, metadata)
+    save_file(plain, folder / FACTORS, metadata)
 
 
 def load_calibration(
-    checkpoint: Checkpoint, path: Path, key: str | None = None
+    checkpoint: Checkpoint, folder: Path, key: str | None = None
 ) -> Calibrated | None:
-    """The calibration in `path`; None where there is none of this checkpoint (and key)."""
-    if not path.is_file():
+    """The calibration in `folder`; None where there is none of this checkpoint (and key)."""
+    if not (folder / FACTORS).is_file():
         return None
-    with safe_open(path, framework="pt") as file:
+    with safe_open(folder / FACTORS, framework="pt") as file:
         metadata = file.metadata()
         if metadata["checkpoint"] != checkpoint.digest() or key not in (None, metadata["key"]):
             return None
@@ -90,6 +94,9 @@ def load_calibration(
         else:
             known = calibration.factors.get(stored, Factors())
             calibration.factors[stored] = dataclasses.replace(known, **{kind: tensor})
+    calibration.files = {
+        name: folder / file for name, file in json.loads(metadata["files"]).items()
+    }
     for group in json.loads(metadata["groups"]):
         calibration.groups.append(GroupResult(**{**group, "linears": tuple(group["linears"])}))
     calibration.expert_tokens = {

@@ -1,8 +1,8 @@
 """The program `seekforge`: one verb for each stage, in pipeline order.
 
-export -> build -> compare -> inspect -> generate -> bench. Each verb that writes prints the path it
-wrote; long steps show progress on stderr; --json prints one JSON document on stdout. Exit code 2:
-the input can't be served as given; 1: a step failed or a comparison did not pass.
+export -> build, quantize -> compare -> inspect -> generate -> bench. Each verb that writes prints
+the path it wrote; long steps show progress on stderr; --json prints one JSON document on stdout.
+Exit code 2: the input can't be served as given; 1: a step failed or a comparison did not pass.
 """
 
 from __future__ import annotations
@@ -73,16 +73,22 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
     build.add_argument("--target", default="8.9", help="compute capability for tensorrt-rtx")
     build.add_argument("--quant", metavar="METHOD", help="rtn-int4 or awq-int4; default: none")
-    build.add_argument("--calib", type=Path, help="text file or folder for awq-int4")
-    build.add_argument("--group-size", type=int, default=128, help="weights that share a scale")
-    build.add_argument("--asymmetric", action="store_true", help="INT4 with zero points")
-    build.add_argument(
-        "--skip", action="append", default=[], metavar="MODULE",
-        help="leave modules of this dotted name unquantised; lm_head always is",
-    )  # fmt: skip
+    _int4_flags(build)
     build.add_argument("--no-verify", action="store_true", help="skip the comparison with eager")
     _json_flag(build)
     build.set_defaults(run=_build)
+
+    quantize = verbs.add_parser(
+        "quantize", help="write an INT4 checkpoint in the AutoAWQ layout, and what it lost"
+    )
+    quantize.add_argument("checkpoint", help="checkpoint directory, .gguf file, or 'default'")
+    quantize.add_argument("-o", "--out", type=Path, required=True, help="folder for the checkpoint")
+    quantize.add_argument("--quant", default="awq-int4", help="awq-int4 or rtn-int4")
+    _int4_flags(quantize)
+    quantize.add_argument("--text", type=Path, help="held-out text: perplexities fp32, RTN, AWQ")
+    quantize.add_argument("--text-tokens", type=int, help="use its first N tokens (default: all)")
+    _json_flag(quantize)
+    quantize.set_defaults(run=_quantize)
 
     compare = verbs.add_parser("compare", help="compare engines with transformers' eager model")
     compare.add_argument("engines", nargs="+", type=Path, help="engine directories or bundles")
@@ -131,6 +137,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _int4_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--calib", type=Path, help="text file or folder for awq-int4")
+    parser.add_argument("--group-size", type=int, default=128, help="weights that share a scale")
+    parser.add_argument("--asymmetric", action="store_true", help="INT4 with zero points")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="MODULE",
+        help="leave modules of this dotted name unquantised; lm_head always is",
+    )  # fmt: skip
+
+
+def _int4_options(args: argparse.Namespace) -> Any:
+    from seekforge.passes.int4 import Int4Options
+
+    return Int4Options(args.group_size, not args.asymmetric, ("lm_head", *args.skip))
+
+
 def _json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
 
@@ -160,7 +182,6 @@ def _export(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     from seekforge.compile.build import Options, build
     from seekforge.models.default import resolve_checkpoint
-    from seekforge.passes.int4 import Int4Options
 
     given = [name for value in args.backend or [] for name in value.replace(" ", ",").split(",")]
     backends = tuple(name for name in dict.fromkeys(given) if name) or Options().backends
@@ -176,13 +197,30 @@ def _build(args: argparse.Namespace) -> int:
         verify=not args.no_verify,
         quant=args.quant,
         calib=args.calib,
-        int4=Int4Options(args.group_size, not args.asymmetric, ("lm_head", *args.skip)),
+        int4=_int4_options(args),
     )
     engines = build(resolve_checkpoint(args.checkpoint), args.out, options)
     if args.json:
         _print_json([str(engine) for engine in engines])
     else:
         print("\n".join(map(str, engines)))
+    return 0
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    from seekforge.compile.perplexity import read_text
+    from seekforge.compile.quantise import format_report, quantise_checkpoint
+    from seekforge.models.default import resolve_checkpoint
+
+    text = read_text(args.text) if args.text else None
+    report = quantise_checkpoint(
+        resolve_checkpoint(args.checkpoint), args.out, args.quant, _int4_options(args), args.calib,
+        text, args.text_tokens,
+    )  # fmt: skip
+    if args.json:
+        _print_json(report)
+    else:
+        print(format_report(report))
     return 0
 
 

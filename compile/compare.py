@@ -196,10 +196,12 @@ def _load_judge(source: Path, llms: Sequence[LLM], directories: Sequence[Path]) 
     checkpoint = open_checkpoint(source)
     weights: Source = checkpoint
     if quantization["method"] == "awq-int4":
-        found = load_calibration(checkpoint, directories[0] / CALIBRATION_NAME)
+        # Temporary directories of a build lie in the bundle too.
+        folder = directories[0].resolve().parent / CALIBRATION_NAME
+        found = load_calibration(checkpoint, folder)
         if found is None:
             raise InputError(
-                f"{directories[0] / CALIBRATION_NAME} is missing or of another checkpoint than "
+                f"{folder} is missing or of another checkpoint than "
                 f"{source}: build the engine again, or give its checkpoint with --checkpoint"
             )
         weights = found

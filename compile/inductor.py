@@ -240,45 +240,56 @@ def _lower_gemv(x: Any, weight: Any) -> Any:
 
 
 def _lower_int4_gemv(x: Any, qweight: Any, scales: Any, zeros: Any, chosen: Any) -> Any:
-    """The loop of `int4_gemv_reference`. Inductor's vectors lie along the bytes of a group; for
-    that the even and the odd features of x are stored apart first."""
+    """The sum of `int4_gemv_reference` in few instructions: byte = low + 16 * high, so that
+
+        (low - z) * even + (high - z) * odd
+            = byte * odd / 16 + low * (even - odd / 16) - z * (even + odd)
+
+    and what depends on x alone is stored first. Inductor's vectors lie along the bytes of a group.
+    """
     from torch._inductor.ir import Pointwise, Reduction
     from torch._inductor.virtualized import ops
 
-    rows, columns = x.get_size()
+    rows = x.get_size()[0]
     *experts, out_features, packed = qweight.get_size()
     groups = scales.get_size()[-1]
     x.realize()
     load_x, load_q, load_scale = (t.make_loader() for t in (x, qweight, scales))
-    device, fp32, int32 = x.get_device(), torch.float32, torch.int32
+    load_zero, load_chosen = (t and t.make_loader() for t in (zeros, chosen))
+    device, fp32 = x.get_device(), torch.float32
 
-    def half(index: Sequence[Any]) -> Any:
-        odd, row, byte = index
-        return ops.to_dtype(load_x([row, 2 * byte + odd]), fp32)
+    def constant(value: float) -> Any:
+        return ops.constant(value, fp32)
 
-    halves = Pointwise.create(
-        device=device, dtype=fp32, inner_fn=half, ranges=[2, rows, columns // 2]
+    def stored(make: Callable[[Any, Any], Any]) -> Any:
+        def at(index: Sequence[Any]) -> Any:
+            row, byte = index
+            pair = (ops.to_dtype(load_x([row, 2 * byte + odd]), fp32) for odd in (0, 1))
+            return make(*pair)
+
+        made = Pointwise.create(device=device, dtype=fp32, inner_fn=at, ranges=[rows, packed])
+        made.realize()
+        return made.make_loader()
+
+    for_byte = stored(lambda even, odd: odd * constant(1 / 16))
+    for_low = stored(lambda even, odd: even - odd * constant(1 / 16))
+    for_zero = stored(
+        lambda even, odd: (even + odd) * constant(SYMMETRIC_ZERO if zeros is None else 1)
     )
-    halves.realize()
-    load_half = halves.make_loader()
 
     def product(index: Sequence[Any], inner: Sequence[Any]) -> Any:
         (row, out), (group, at) = index, inner
-        byte = group * (packed // groups) + at
+        position = [row, group * (packed // groups) + at]
         matrix = []
         if chosen is not None:
-            expert = chosen.make_loader()([row])
-            matrix = [ops.indirect_indexing(expert, experts[0], check=False)]
-        zero = ops.constant(SYMMETRIC_ZERO, int32)
+            matrix = [ops.indirect_indexing(load_chosen([row]), experts[0], check=False)]
+        byte = ops.to_dtype(load_q([*matrix, out, position[1]]), torch.int32)
+        low = ops.to_dtype(ops.bitwise_and(byte, ops.constant(15, torch.int32)), fp32)
+        zero = for_zero(position)
         if zeros is not None:
-            zero = ops.to_dtype(zeros.make_loader()([*matrix, out, group]), int32)
-        q = ops.to_dtype(load_q([*matrix, out, byte]), int32)
-        low = ops.bitwise_and(q, ops.constant(15, int32))
-        high = ops.bitwise_right_shift(q, ops.constant(4, int32))
-        even = ops.to_dtype(ops.sub(low, zero), fp32) * load_half([0, row, byte])
-        odd = ops.to_dtype(ops.sub(high, zero), fp32) * load_half([1, row, byte])
-        scale = ops.to_dtype(load_scale([*matrix, out, group]), fp32)
-        return ops.mul(ops.add(even, odd), scale)
+            zero = zero * ops.to_dtype(load_zero([*matrix, out, group]), fp32)
+        value = ops.to_dtype(byte, fp32) * for_byte(position) - zero + low * for_low(position)
+        return value * ops.to_dtype(load_scale([*matrix, out, group]), fp32)
 
     y = Reduction.create(
         device=device, dst_dtype=fp32, src_dtype=fp32, inner_fn=product,

@@ -6,7 +6,7 @@ ONNX Runtime: its own MatMulNBits, which reads the same bytes. Products in fp32 
     by plain operators, which ONNX Runtime does once, when it loads the model.
 TensorRT: a blocked DequantizeLinear of ONNX's signed INT4, which TensorRT fuses into the product:
     the weights stay INT4 in the engine. It takes no zero points, so they are a term of their own:
-        x ((q - z) s)^T = x ((q - 8) s)^T + sum over groups of (mean of x) (8 - z) s group_size
+        x ((q - z) s)^T = x ((q - 8) s)^T + group_size * (means of x) ((8 - z) s)^T
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ def signed_product(b: OnnxBuilder, x: str, w: Packed, dtype: torch.dtype, dim: i
     y = str(b.op("MatMul", x, b.op("Transpose", dequantised(b, w), perm=[1, 0])))
     if w.zeros is None:
         return y
-    term = b.op("Mul", offsets(b, w), b.constant(float(w.group_size), dtype))
     means = group_means(b, x, w, dtype, dim)
-    return str(b.op("Add", y, b.op("MatMul", means, b.op("Transpose", term, perm=[1, 0]))))
+    term = b.op("MatMul", means, b.op("Transpose", offsets(b, w), perm=[1, 0]))
+    return str(b.op("Add", y, b.op("Mul", term, b.constant(float(w.group_size), dtype))))
 
 
 def dequantised(b: OnnxBuilder, w: Packed) -> str:

@@ -2,12 +2,13 @@
 
 ONNX Runtime: the rows of all chosen experts sorted by expert, split, and each part multiplied by
     its expert's MatMulNBits. An expert that no token chose has no rows; its weights are not read.
-TensorRT: two forms, each on its part of the tokens, one of which is empty:
-    few, tokens * top_k <= experts: multiply and sum with gathered weights, decoded in the sum;
-    many: all experts on all tokens, with weight 0 for those not chosen.
+TensorRT: two forms, each on its part of the tokens:
+    all tokens if tokens * top_k <= experts, else the first: multiply and sum with gathered
+        weights, decoded in the sum;
+    the rest, often none: all experts, with weight 0 for those not chosen.
     Not an If: TensorRT decodes what depends on weights alone before an If, all experts in every
-    step, and takes no INT4 into a branch. The generation profile often proves `many` empty, and the
-    engine then has only the first form.
+    step, and takes no INT4 into a branch. Where the generation profile proves that nothing is left
+    for the second form, its engine has only the first.
 Sums over experts are fp32; for fp16 see compile/onnx_moe.py.
 """
 
@@ -22,7 +23,6 @@ from seekforge.compile.onnx_builder import OnnxBuilder, Value
 from seekforge.compile.onnx_int4 import (
     Packed,
     dequantised,
-    group_means,
     offsets,
     packed,
     signed_product,
@@ -41,8 +41,8 @@ def translate_int4_moe_experts(
     if value.dim() != 2:
         x = b.reshape(x, [-1, hidden])
         weights, indices = b.reshape(weights, [-1, top_k]), b.reshape(indices, [-1, top_k])
-    form = sorted_experts if b.target == "onnxruntime" else split_tokens
-    y = form(b, x, weights, indices, gate_up, down, value.dtype, top_k)
+    args = (b, x, weights, indices, gate_up, down, value.dtype, top_k)
+    y = sorted_experts(*args) if b.target == "onnxruntime" else split_tokens(*args)
     return y if value.dim() == 2 else b.reshape(y, [b.size(whole, 0, value.dim() - 1), hidden])
 
 
@@ -79,17 +79,18 @@ def split_tokens(
     b: OnnxBuilder, x: str, weights: str, indices: str, gate_up: Packed, down: Packed,
     dtype: torch.dtype, top_k: int,
 ) -> str:  # fmt: skip
-    """The first `few` tokens in the one form, the others in the other."""
+    """The first `few` tokens in the one form, the rest in the other."""
     experts = gate_up.shape[0]
     tokens, zero = b.size(x, 0), b.constant([0])
     fits = b.op("LessOrEqual", b.op("Mul", tokens, b.constant([top_k])), b.constant([experts]))
-    # min: the builder bounds the temporaries of `few` by it (118 MB instead of 4.4 GB).
+    # Min bounds its temporaries. At least one token, for TensorRT does not fuse a sum that may be
+    # empty into the product before it (V2-Lite: 2.1 GB of temporaries).
     few = b.op("Min", tokens, b.constant([experts // top_k]))
-    few = b.op("Mul", few, b.cast(fits, torch.int64))
+    few = b.op("Max", b.op("Mul", few, b.cast(fits, torch.int64)), b.constant([1]))
     results = []
     for form, start, end in ((chosen_experts, zero, few), (all_experts, few, tokens)):
-        part = [b.op("Slice", v, start, end, zero) for v in (x, weights, indices)]
-        results.append(form(b, *part, gate_up, down, dtype, top_k))
+        rows, w, chosen = (b.op("Slice", v, start, end, zero) for v in (x, weights, indices))
+        results.append(form(b, rows, w, chosen, gate_up, down, dtype, top_k))
     return str(b.op("Concat", *results, axis=0))
 
 
@@ -138,26 +139,21 @@ def all_experts(
         scale = b.op("Max", scale, b.constant(TINY, FP32))  # [tokens, 1, 1]
         inner = b.op("Div", inner, scale)
     inner = b.op("Transpose", cast(b, inner, FP32, dtype), perm=[1, 0, 2])
-    y = cast(b, _batched(b, inner, down, dtype), dtype, FP32)
+    y = cast(b, _batched(b, inner, down), dtype, FP32)
     y = b.op("ReduceSum", y, b.constant([0, 1]), keepdims=0)  # [tokens, hidden]
     if scale is not None:
         y = b.op("Mul", y, b.reshape(scale, [-1, 1]))
     return cast(b, y, FP32, dtype)
 
 
-def _batched(b: OnnxBuilder, x: str, w: Packed, dtype: torch.dtype) -> str:
+def _batched(b: OnnxBuilder, x: str, w: Packed) -> str:
     """x [experts, tokens, in_features] -> [experts, 1, tokens, out_features]; the 1 keeps TensorRT
     from a second, transposed copy of the weights (1.35 times the engine)."""
     experts, out_features, in_features = w.shape
-
-    def turned(stack: str, columns: int) -> str:
-        shaped = b.reshape(stack, [experts, 1, out_features, columns])
-        return str(b.op("Transpose", shaped, perm=[0, 1, 3, 2]))
-
+    stack = dequantised(b, w)
+    if w.zeros is not None:  # decoded anyway: no term of its own
+        groups = b.reshape(stack, [w.rows, w.groups, w.group_size])
+        stack = b.op("Add", groups, b.op("Unsqueeze", offsets(b, w), b.constant([2])))
+    stack = b.reshape(stack, [experts, 1, out_features, in_features])
     lifted = b.op("Unsqueeze", x, b.constant([1]))
-    y = str(b.op("MatMul", lifted, turned(dequantised(b, w), in_features)))
-    if w.zeros is None:
-        return y
-    term = b.op("Mul", offsets(b, w), b.constant(float(w.group_size), dtype))
-    means = b.op("Unsqueeze", group_means(b, x, w, dtype, 3), b.constant([1]))
-    return str(b.op("Add", y, b.op("MatMul", means, turned(term, w.groups))))
+    return str(b.op("MatMul", lifted, b.op("Transpose", stack, perm=[0, 1, 3, 2])))

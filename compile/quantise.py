@@ -1,7 +1,7 @@
-"""Calibration as a step of the build: found once for a bundle, kept, and told about.
+"""Quantisation: calibration as a step of the build, and `seekforge quantize`.
 
 In: a checkpoint, a text, the tensors that will be INT4. Out: a source of smoothed and rounded
-weights, and an account of what each layer lost.
+weights, found once and kept, and an account of what each layer and the model lost.
 """
 
 from __future__ import annotations
@@ -14,16 +14,25 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from seekforge.compile.awq_export import DTYPE, awq_tensors, write_awq
+from seekforge.compile.bundle import atomic_directory
 from seekforge.compile.calibration import calibrate
 from seekforge.compile.calibration_file import (
+    CALIBRATION_NAME,
     Calibrated,
     calibration_key,
     load_calibration,
     save_calibration,
 )
 from seekforge.compile.calibration_text import calibration_windows
+from seekforge.compile.perplexity import text_tokens as perplexity_tokens
+from seekforge.compile.perplexity import windows
+from seekforge.compile.quality import quality, tensors_to_quantise
 from seekforge.compile.steps import Steps
-from seekforge.models.checkpoint import Checkpoint
+from seekforge.compile.weights import Source
+from seekforge.kernels.errors import InputError
+from seekforge.models.checkpoint import Checkpoint, open_checkpoint
+from seekforge.passes.int4 import Int4Options
 
 WINDOW = 512  # tokens of text seen together
 TOKENS = 16384  # of the text, at most
@@ -34,11 +43,10 @@ def calibrated(
     text: Path | None,
     group_sizes: Mapping[str, int],
     symmetric: bool,
-    dtype: torch.dtype,
-    path: Path,
+    folder: Path,
     steps: Steps,
 ) -> Calibrated:
-    """The calibration for these weights: the one kept in `path`, or a new one, kept there.
+    """The calibration for these weights: the one kept in `folder`, or a new one, kept there.
 
     text: file or folder; None: the built-in text. Raises InputError where there is no text.
     """
@@ -47,12 +55,18 @@ def calibrated(
     length = min(WINDOW, checkpoint.spec.max_position_embeddings)
     cut = calibration_windows(text, tokenizer, end, length, TOKENS)
     key = calibration_key(cut, group_sizes, symmetric)
-    known = load_calibration(checkpoint, path, key)
+    known = load_calibration(checkpoint, folder, key)
     if known is not None:
         return known
-    with steps.step("calibration"):
-        found = Calibrated(calibrate(checkpoint, cut, group_sizes, symmetric, dtype), key)
-    save_calibration(found, path)
+    # Scales are searched in fp32 and rounded to each engine's dtype when it is written.
+    with steps.step("calibration"), atomic_directory(folder) as made:
+        found = Calibrated(
+            calibrate(checkpoint, cut, group_sizes, symmetric, torch.float32, folder=made), key
+        )
+        save_calibration(found, made)
+    kept = load_calibration(checkpoint, folder, key)
+    assert kept is not None, folder
+    found = kept
     plain, error = found.calibration.mean_errors
     steps.console.print(
         f"    {found.calibration.tokens:,} tokens; mean output error of a layer "
@@ -79,3 +93,95 @@ def summary(found: Calibrated) -> dict[str, Any]:
         "groups": [dataclasses.asdict(group) for group in calibration.groups],
         "expert_tokens": {str(k): v for k, v in calibration.expert_tokens.items()},
     }
+
+
+def quantise_checkpoint(
+    path: Path,
+    out: Path,
+    method: str,
+    options: Int4Options,
+    calib: Path | None,
+    text: str | None,
+    text_tokens: int | None,
+) -> dict[str, Any]:
+    """`seekforge quantize`: writes an AutoAWQ-layout checkpoint below `out`; returns the account.
+
+    text: held-out text for perplexities, its first text_tokens tokens. Raises InputError.
+    """
+    if method not in ("awq-int4", "rtn-int4"):
+        raise InputError(f"--quant {method}: unknown; one of awq-int4, rtn-int4")
+    checkpoint = open_checkpoint(path)
+    if checkpoint.quant is not None:
+        raise InputError(f"{path} holds INT4 weights already; give the unquantised checkpoint")
+    sizes = tensors_to_quantise(checkpoint, options)
+    fits, _ = awq_tensors(checkpoint, sizes, options.group_size)
+    report: dict[str, Any] = {
+        "checkpoint": str(out), "method": method, "group_size": options.group_size,
+        "symmetric": options.symmetric, "tensors": len(fits),
+        "left": sorted(set(sizes) - set(fits)), "calibration": None, "perplexity": None,
+    }  # fmt: skip
+    source: Source = checkpoint
+    if method == "awq-int4":
+        kept = out.with_name(f"{out.name}.{CALIBRATION_NAME}")
+        steps = Steps(checkpoint.spec.model_type)
+        found = calibrated(checkpoint, calib, fits, options.symmetric, kept, steps)
+        report["calibration"] = summary(found)
+        source = found
+    write_awq(checkpoint, source, fits, options.group_size, options.symmetric, out)
+    if text is not None:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        end = next(iter(checkpoint.eos_token_ids), None)
+        cut = list(windows(perplexity_tokens(tokenizer, text, end), WINDOW, text_tokens))
+        awq = source if method == "awq-int4" else None
+        found_quality = quality(checkpoint, fits, options.symmetric, DTYPE, awq, cut)
+        report["perplexity"] = dataclasses.asdict(found_quality) | {
+            "recovered": found_quality.recovered
+        }
+    return report
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The account as text: what each layer lost, then what the model lost."""
+    kind = "symmetric" if report["symmetric"] else "asymmetric"
+    lines = [
+        f"{report['checkpoint']}: {report['tensors']} weights in {kind} INT4, groups of "
+        f"{report['group_size']}"
+    ]
+    if report["left"]:
+        lines.append(f"left as they are: {', '.join(report['left'][:6])} ({len(report['left'])})")
+    calibration = report["calibration"]
+    if calibration:
+        lines += [f"calibrated on {calibration['tokens']:,} tokens", format_groups(calibration)]
+    found = report["perplexity"]
+    if found:
+        lines.append(f"perplexity on {found['tokens']:,} tokens: fp32 {found['full']:.4f}")
+        for name in ("rtn", "awq"):
+            if found[name] is not None:
+                lost = found[name] / found["full"] - 1
+                lines.append(f"  {name.upper()} {found[name]:.4f} ({lost:+.2%})")
+        if found["recovered"] is not None:
+            lines.append(f"  AWQ takes back {found['recovered']:.0%} of what RTN lost")
+    return "\n".join(lines)
+
+
+def format_groups(calibration: dict[str, Any]) -> str:
+    """One line for each scale group: output error of plain rounding and of AWQ, ratio, clipping."""
+    lines = [
+        f"{'layer':<6}{'input made by':<36}{'RTN':>10}{'AWQ':>10}{'x':>6}{'ratio':>7}{'cut':>7}"
+    ]
+    for group in calibration["groups"]:
+        factor = group["error"] / (group["rtn_error"] or 1)
+        lines.append(
+            f"{group['layer']:<6}{group['producer'].removesuffix('.weight'):<36}"
+            f"{group['rtn_error']:>10.2e}{group['error']:>10.2e}{factor:>6.2f}"
+            f"{group['ratio']:>7.2f}{group['clipped']:>7.1%}"
+        )
+    plain, error = calibration["rtn_error"], calibration["error"]
+    lines.append(f"{'mean':<42}{plain:>10.2e}{error:>10.2e}{error / (plain or 1):>6.2f}")
+    for layer, counts in calibration["expert_tokens"].items():
+        silent = [expert for expert, count in enumerate(counts) if not count]
+        lines.append(
+            f"layer {layer}: experts saw {min(counts)} to {max(counts)} tokens"
+            + (f"; none: {silent}, rounded as they are" if silent else "")
+        )
+    return "\n".join(lines)

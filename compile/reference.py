@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from seekforge.compile.weights import Source
 from seekforge.kernels.int4 import dequantise
 from seekforge.models.checkpoint import Checkpoint, tensors_for_parameter
-from seekforge.models.module import load_eager
+from seekforge.models.module import build_module
 
 
 def load_dequantised(
@@ -23,7 +23,6 @@ def load_dequantised(
 ) -> nn.Module:
     """transformers' eager module in fp32. quantization: as in the manifest; dtype: the engine's,
     in which its scales are stored."""
-    module = load_eager(checkpoint.path, torch.float32)
     sizes: Mapping[str, int] = quantization["tensors"]
 
     def value(name: str) -> Tensor:
@@ -32,8 +31,11 @@ def load_dequantised(
         packed = source.int4(name, sizes[name], quantization["symmetric"], dtype)
         return dequantise(packed, dtype).float()
 
-    with torch.no_grad():
-        for fqn, parameter in module.state_dict().items():
-            parts = [value(name) for name in tensors_for_parameter(checkpoint, fqn)]
-            parameter.copy_(torch.cat(parts).view_as(parameter) if len(parts) > 1 else parts[0])
-    return module
+    module: Any = build_module(checkpoint.config, torch.float32)
+    weights = {}
+    for fqn, parameter in module.state_dict().items():
+        parts = [value(name) for name in tensors_for_parameter(checkpoint, fqn)]
+        weights[fqn] = torch.cat(parts).view(parameter.shape) if len(parts) > 1 else parts[0]
+    module.load_state_dict(weights, assign=True)
+    module.set_attn_implementation("eager")
+    return module  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from torch import fx
 
 from seekforge.kernels.errors import InputError
 from seekforge.kernels.gathered_mla_attention import gathered_mla_attention
+from seekforge.kernels.int4_moe_experts import int4_moe_experts
 from seekforge.kernels.moe_experts import moe_experts
 from seekforge.passes.program import Program
 from seekforge.runtime.manifest import Limits
@@ -39,6 +40,9 @@ def padded_workspace(program: Program, limits: Limits, target: str) -> Workspace
     for node in program.nodes(moe_experts)[:1]:
         experts = max((_experts(node, batch * seq, target) for batch, seq in steps), key=_bytes)
         found.append(experts)
+    for node in program.nodes(int4_moe_experts)[:1]:
+        steps4 = (_int4_experts(node, batch * seq, target) for batch, seq in steps)
+        found.append(max(steps4, key=_bytes))
     for node in program.nodes(gathered_mla_attention)[:1]:
         context = limits.max_len
         found += [_attention(node, *step, context + step[1], target) for step in steps]
@@ -81,6 +85,22 @@ def _experts(node: fx.Node, tokens: int, target: str) -> Workspace:
     chosen = 4 * tokens * top_k * 2 * inter
     what = f"{experts} experts x {tokens} tokens x intermediate {inter} and hidden {hidden}"
     return Workspace(FLOOR + max(every, chosen), what)
+
+
+def _int4_experts(node: fx.Node, tokens: int, target: str) -> Workspace:
+    dtype, (experts, hidden, packed) = _dtype(node), _shape(node, 6)
+    top_k, size, inter = _shape(node, 2)[-1], dtype.itemsize, 2 * packed
+    if target == "onnxruntime":  # the rows of all chosen experts, in fp32
+        need = 4 * tokens * (top_k * (5 * inter + 3 * hidden) + 2 * hidden)
+        return Workspace(need, f"{tokens} tokens x {top_k} experts of {inter}")
+    if tokens * top_k <= experts:
+        return Workspace(FLOOR, f"{tokens} tokens x {top_k} chosen experts, read as INT4")
+    # As for other experts, and `down` decoded; the term of the zero points is like gate_up.
+    inner = 2 * inter * size * (1 if node.args[5] is None else 2)
+    inner += inter * (4 if dtype == torch.float16 else size)
+    every = experts * tokens * max(inner, (inter + hidden) * size)
+    what = f"{experts} experts x {tokens} tokens x intermediate {inter} and hidden {hidden}"
+    return Workspace(FLOOR + every + experts * hidden * inter * size, what)
 
 
 def _attention(node: fx.Node, batch: int, seq: int, context: int, target: str) -> Workspace:

@@ -112,4 +112,5 @@ def one_token_int4_experts(
     hidden = int4_gemv(row, gate_up_q, gate_up_scales, gate_up_zeros, chosen)
     gate, up = hidden.chunk(2, -1)  # [top_k, intermediate]
     out = int4_gemv(silu(gate) * up, down_q, down_scales, down_zeros, chosen)
-    return (out * weights.reshape(-1, 1)).sum(0).to(x.dtype).view(x.shape)
+    y: Tensor = (out * weights.reshape(-1, 1)).sum(0).to(x.dtype)
+    return y.view(x.shape)

@@ -20,14 +20,18 @@ from safetensors import safe_open
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from seekforge.kernels.errors import CheckpointError
-from seekforge.kernels.int4 import Int4, quantise
-from seekforge.models.config import read_config, read_json, read_weight_block
+from seekforge.kernels.int4 import SYMMETRIC_ZERO, Int4, quantise
+from seekforge.kernels.int4 import dequantise as dequantise_int4
+from seekforge.models.config import read_config, read_json, read_quantization
 from seekforge.models.fp8 import FP8, SCALE_SUFFIX, Block, check_scale, dequantise
 from seekforge.models.module import build_module
+from seekforge.models.quantized import PARTS, read_int4
+from seekforge.models.quantized_config import QuantConfig
 from seekforge.models.shards import Shard, TensorInfo, read_shards, unindexed_files
 from seekforge.models.spec import ModelSpec
 
 FLOATS = ("F32", "F16", "BF16")
+INT4 = "INT4"  # of a weight that is stored in parts (models/quantized.py)
 # Stored by old releases of transformers, computed from the configuration by newer ones.
 COMPUTED_SUFFIXES = (".rotary_emb.inv_freq",)
 # One tensor under two names where config.tie_word_embeddings holds: the stored one serves both.
@@ -49,7 +53,8 @@ class Checkpoint:
     """An opened checkpoint. `config` holds what is true of the files: a tied configuration whose
     stored lm_head differs from the embedding is untied here. `warnings` are for the user's eyes:
     tensors nobody asked for, a contradiction in the configuration. `notes` are harmless.
-    `weight_block` is the size of a block of FP8 weights, None where no weight is FP8."""
+    `weight_block` is the size of a block of FP8 weights, None where no weight is FP8; `quant` the
+    layout of INT4 weights, which appear in `tensors` as one of dtype INT4 under the plain name."""
 
     path: Path
     config: PreTrainedConfig
@@ -58,12 +63,15 @@ class Checkpoint:
     shards: tuple[Shard, ...]
     tensors: Mapping[str, TensorInfo]
     weight_block: Block | None
+    quant: QuantConfig | None
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor in its stored dtype, memory-mapped: pages are read when touched. FP8 weights
-        are read, multiplied with their scales and returned as float32."""
+        are read, multiplied with their scales and returned as float32; INT4 weights likewise."""
+        if self.tensors[name].dtype == INT4:
+            return dequantise_int4(self._stored_int4(name), torch.float32)
         tensor = _read(self.tensors[name].file, name)
         if self.tensors[name].dtype != FP8:
             return tensor
@@ -71,8 +79,27 @@ class Checkpoint:
         return dequantise(tensor, self.read(name + SCALE_SUFFIX), self.weight_block)
 
     def int4(self, name: str, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4:
-        """The tensor rounded to nearest INT4 (kernels/int4.py), scales in `dtype`."""
-        return quantise(self.read(name).to(dtype), group_size, symmetric)
+        """The tensor in INT4 (kernels/int4.py), scales in `dtype`: as it is stored, where it is
+        stored so, else rounded to nearest."""
+        if self.tensors[name].dtype != INT4:
+            return quantise(self.read(name).to(dtype), group_size, symmetric)
+        stored = self._stored_int4(name)
+        zeros = stored.zeros
+        assert stored.group_size == group_size and (zeros is None or not symmetric), name
+        if zeros is None and not symmetric:
+            zeros = torch.full_like(stored.scales, SYMMETRIC_ZERO, dtype=torch.uint8)
+        return Int4(stored.qweight, stored.scales.to(dtype), zeros)
+
+    def _stored_int4(self, name: str) -> Int4:
+        assert self.quant is not None
+        module = name.removesuffix(".weight")
+        found = {part: f"{module}.{part}" for part in PARTS[self.quant.method]}
+        parts = {
+            part: _read(self.tensors[stored].file, stored)
+            for part, stored in found.items()
+            if stored in self.tensors
+        }
+        return read_int4(self.quant, module, parts)
 
     def digest(self) -> str:
         """sha256 over config.json and every shard's name, header, size and modification time.
@@ -120,8 +147,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     contradictions = _untie(config, tensors)
     if contradictions:
         spec = ModelSpec.from_config(config)
-    block = read_weight_block(path / "config.json")
-    checkpoint = Checkpoint(path, config, generation_config, spec, shards, tensors, block, (), ())
+    quantization = read_quantization(path / "config.json")
+    quant = quantization if isinstance(quantization, QuantConfig) else None
+    block = None if isinstance(quantization, QuantConfig) else quantization
+    if quant is not None:
+        tensors |= _int4_weights(quant, tensors)
+    checkpoint = Checkpoint(
+        path, config, generation_config, spec, shards, tensors, block, quant, (), ()
+    )
     notes, warnings = check_complete(checkpoint)
     notes += check_vocabulary(path, spec.vocab_size)
     return replace(checkpoint, notes=(*notes,), warnings=(*contradictions, *warnings))
@@ -183,6 +216,10 @@ def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> 
             f"{info.file}: {name} has shape {list(info.shape)}, the configuration asks for "
             f"{list(shape)}. config.json and weights belong to different models."
         )
+    if info.dtype == INT4:
+        assert checkpoint.quant is not None
+        names = [f"{name.removesuffix('weight')}{p}" for p in PARTS[checkpoint.quant.method]]
+        return [part for part in names if part in checkpoint.tensors]
     if info.dtype == FP8 and len(shape) >= 2 and checkpoint.weight_block is not None:
         return [check_scale(checkpoint.tensors, name, checkpoint.weight_block)]
     if info.dtype not in FLOATS:
@@ -192,6 +229,20 @@ def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> 
             "unquantised checkpoint."
         )
     return []
+
+
+def _int4_weights(quant: QuantConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The weights that INT4 parts stand for, under their plain names and in their plain shapes."""
+    first, found = PARTS[quant.method][0], {}
+    for name, info in tensors.items():
+        if not name.endswith(f".{first}") or len(info.shape) != 2:
+            continue
+        a, b = info.shape
+        shape = {"awq": (8 * b, a), "gptq": (b, 8 * a), "gptq_v2": (b, 8 * a)}.get(
+            quant.method, (a, 8 * b)
+        )
+        found[f"{name.removesuffix(first)}weight"] = replace(info, dtype=INT4, shape=shape)
+    return found
 
 
 def tensors_for_parameter(checkpoint: Checkpoint, fqn: str) -> tuple[str, ...]:

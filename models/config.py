@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from seekforge.kernels.errors import CheckpointError
 from seekforge.models.families import family_of
 from seekforge.models.fp8 import Block, read_block
+from seekforge.models.quantized_config import QuantConfig, read_quant_config
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -37,7 +38,7 @@ def parse_config(file: Path) -> PreTrainedConfig:
     Raises `CheckpointError` for an unreadable file, an unknown architecture, a model without a
     language-model head, weights quantised in a way that is not read, and what transformers itself
     refuses. What the file says about quantised weights is left out: it is true of the stored
-    tensors (`read_weight_block`), not of the module that is built from the configuration.
+    tensors (`read_quantization`), not of the module that is built from the configuration.
     """
     raw = read_json(file)
     family_of(raw.get("model_type"))
@@ -47,7 +48,7 @@ def parse_config(file: Path) -> PreTrainedConfig:
             f"{file}: architectures {architectures} is no language model with a head; expected a "
             "name that ends in ForCausalLM. Use the checkpoint of the causal language model."
         )
-    read_weight_block(file)
+    read_quantization(file)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             file, local_files_only=True, trust_remote_code=False
@@ -59,22 +60,27 @@ def parse_config(file: Path) -> PreTrainedConfig:
     return config
 
 
-def read_weight_block(file: Path) -> Block | None:
-    """Rows and columns of the blocks of FP8 weights, from a config.json; None for weights that are
-    not quantised.
+def read_quantization(file: Path) -> Block | QuantConfig | None:
+    """What a config.json says about its stored weights: rows and columns of the blocks of FP8
+    weights, the layout of INT4 weights, or None for weights that are not quantised.
 
     Raises `CheckpointError` for every other method of quantisation.
     """
     quantization = read_json(file).get("quantization_config")
     if not quantization:
         return None
-    method = quantization.get("quant_method")
-    if method != "fp8":
-        raise CheckpointError(
-            f"{file}: weights quantised with {method!r} cannot be read yet; only 'fp8' with a "
-            "weight_block_size can. Use the unquantised checkpoint."
-        )
-    return read_block(quantization, file)
+    if quantization.get("quant_method") == "fp8":
+        return read_block(quantization, file)
+    try:
+        return read_quant_config(quantization)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+
+
+def read_weight_block(file: Path) -> Block | None:
+    """The blocks of FP8 weights; None where weights are not FP8."""
+    found = read_quantization(file)
+    return None if isinstance(found, QuantConfig) else found
 
 
 def read_json(file: Path) -> dict[str, Any]:

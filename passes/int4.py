@@ -38,11 +38,13 @@ HEAD = "lm_head"
 @dataclass(frozen=True, slots=True)
 class Int4Options:
     """group_size: wanted; `group_size_of` says which is used where it does not divide. skip:
-    modules left as they are, by dotted names or their parts: "lm_head", "mlp.down_proj"."""
+    modules left as they are, by dotted names or their parts: "lm_head", "mlp.down_proj". only:
+    checkpoint tensors that are INT4 already; None: any may become so."""
 
     group_size: int = 128
     symmetric: bool = True
     skip: tuple[str, ...] = (HEAD,)
+    only: frozenset[str] | None = None
 
 
 def insert_int4(program: Program, options: Int4Options) -> PassResult:
@@ -112,7 +114,10 @@ def _refused(program: Program, weight: Any, options: Int4Options) -> str | None:
     sources = program.weights[str(weight.target)].sources if weight.op == "get_attr" else ()
     if not sources:
         return f"{weight.name} is no weight of the checkpoint"
-    skipped = [matches(source, options.skip) for source in sources]
+    skipped = [
+        matches(source, options.skip) or (options.only is not None and source not in options.only)
+        for source in sources
+    ]
     if all(skipped):
         return f"{sources[0]} is to be left as it is"
     if any(skipped):

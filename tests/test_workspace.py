@@ -12,6 +12,7 @@ from torch import fx, nn
 from seekforge.compile.workspace import check_workspace, padded_workspace
 from seekforge.kernels.errors import InputError
 from seekforge.kernels.gathered_mla_attention import gathered_mla_attention
+from seekforge.kernels.int4_moe_experts import int4_moe_experts
 from seekforge.kernels.moe_experts import moe_experts
 from seekforge.kernels.moe_route import moe_route
 from seekforge.passes.kv_cache import GraphInput, trace_values
@@ -20,6 +21,7 @@ from seekforge.runtime.manifest import Limits
 
 LIMITS = Limits(max_len=2048, max_batch=8, max_chunk=512)
 GENERATION = Limits(max_len=2048, max_batch=8, max_chunk=1)
+SIXTEEN = Limits(max_len=2048, max_batch=16, max_chunk=1)
 
 
 def made(
@@ -53,6 +55,29 @@ def experts(
     return made(function, [GraphInput("x", dtype, ("tokens", hidden))], shapes, dtype)
 
 
+def int4_experts(
+    count: int, top_k: int, inter: int, hidden: int, dtype: torch.dtype, zeros: bool = False
+) -> Program:
+    sizes = {"gate_up": ((count, 2 * inter, hidden), 64), "down": ((count, hidden, inter), 32)}
+    inputs = [
+        GraphInput("x", dtype, ("tokens", hidden)),
+        GraphInput("w", torch.float32, ("tokens", top_k)),
+        GraphInput("indices", torch.int64, ("tokens", top_k)),
+    ]  # fmt: skip
+    for name, ((*lead, k), size) in sizes.items():
+        inputs.append(GraphInput(f"{name}_q", torch.uint8, (*lead, k // 2)))
+        inputs.append(GraphInput(f"{name}_scales", dtype, (*lead, k // size)))
+        if zeros:
+            inputs.append(GraphInput(f"{name}_zeros", torch.uint8, (*lead, k // size)))
+
+    def function(graph: fx.Graph, *nodes: Any) -> fx.Node:
+        if not zeros:
+            nodes = (*nodes[:5], None, *nodes[5:], None)
+        return graph.call_function(int4_moe_experts, (*nodes, 64))
+
+    return made(function, inputs, {}, dtype)
+
+
 def latent(heads: int, dtype: torch.dtype = torch.float16) -> Program:
     nope, rope, v, rank = 128, 64, 128, 512
     shapes: dict[str, tuple[int | str, ...]] = {
@@ -77,6 +102,11 @@ def latent(heads: int, dtype: torch.dtype = torch.float16) -> Program:
         (experts(64, 6, 352, 512, torch.float32), LIMITS, 148.9),
         (experts(64, 6, 1408, 2048), LIMITS, 383.7),
         (experts(64, 6, 1408, 2048), GENERATION, 13.2),
+        (int4_experts(64, 6, 352, 512, torch.float16), LIMITS, 123.5),
+        (int4_experts(64, 6, 352, 512, torch.float16, zeros=True), LIMITS, 170.1),
+        (int4_experts(64, 6, 352, 512, torch.float32), LIMITS, 192.6),
+        (int4_experts(64, 6, 352, 512, torch.bfloat16), LIMITS, 100.5),
+        (int4_experts(64, 6, 352, 512, torch.float16), SIXTEEN, 33.3),
         (latent(16), LIMITS, 97.6),
         (latent(16), GENERATION, 44.6),
         (latent(128), LIMITS, 684.9),
