@@ -26,7 +26,7 @@ from seekforge.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from seekforge.kernels.errors import BuildError
 from seekforge.kernels.gemv import gemv, in_memory, int4_gemv, one_token_int4_linear
 from seekforge.kernels.int4 import SYMMETRIC_ZERO
-from seekforge.kernels.int4_linear import int4_linear
+from seekforge.kernels.int4_linear import inlined_int4_linear, int4_linear
 from seekforge.kernels.int4_moe_experts import int4_moe_experts, one_token_int4_experts
 from seekforge.kernels.moe_experts import moe_experts, one_token_experts
 from seekforge.kernels.moe_route import moe_route, moe_route_reference
@@ -74,6 +74,9 @@ CONFIG = {
     # Multiply and add in one instruction: INT4 loops are bound by arithmetic, not by reading.
     "cpp.enable_floating_point_contract_flag": "fast",
 }
+# Weights up to which an INT4 linear layer of several tokens is decoded whole by Inductor's code
+# (8 MB in fp32, within the caches); larger ones by the operator, in pieces (docs/cpu.md).
+INLINED_WEIGHTS = 1 << 21
 # Arguments after which Inductor ends a C++ function. With its own limit of 500, the one-token graph
 # becomes two functions for 30 layers, which take g++ 20 s; with 16, equal layers share functions,
 # which take 1.5 s.
@@ -163,6 +166,8 @@ def compile_package(job: Job) -> None:
             node.target = inlined[node.target]
         elif one_token and node.target is LINEAR:
             _use_gemv(node)
+        elif node.target is int4_linear and job.device == "cpu" and _is_small(job.module, node):
+            node.target = inlined_int4_linear
     job.module.recompile()
     # Never written: fresh pages cost no memory until touched.
     module = job.module.to_empty(device=job.device)
@@ -181,6 +186,11 @@ def compile_package(job: Job) -> None:
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(job.path), inductor_configs=CONFIG
         )
+
+
+def _is_small(module: fx.GraphModule, int4: fx.Node) -> bool:
+    qweight: Any = int4.args[1]
+    return 2 * module.get_buffer(str(qweight.target)).numel() <= INLINED_WEIGHTS
 
 
 def _use_gemv(node: fx.Node) -> None:

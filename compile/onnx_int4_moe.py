@@ -83,10 +83,9 @@ def split_tokens(
     experts = gate_up.shape[0]
     tokens, zero = b.size(x, 0), b.constant([0])
     fits = b.op("LessOrEqual", b.op("Mul", tokens, b.constant([top_k])), b.constant([experts]))
-    # Min bounds its temporaries. At least one token, for TensorRT does not fuse a sum that may be
-    # empty into the product before it (V2-Lite: 2.1 GB of temporaries).
-    few = b.op("Min", tokens, b.constant([experts // top_k]))
-    few = b.op("Max", b.op("Mul", few, b.cast(fits, torch.int64)), b.constant([1]))
+    # At least one, for TensorRT does not fuse a sum that may be empty into the product before it
+    # (V2-Lite: 2.1 GB of temporaries instead of 0.7).
+    few = b.op("Max", b.op("Mul", tokens, b.cast(fits, torch.int64)), b.constant([1]))
     results = []
     for form, start, end in ((chosen_experts, zero, few), (all_experts, few, tokens)):
         rows, w, chosen = (b.op("Slice", v, start, end, zero) for v in (x, weights, indices))

@@ -87,4 +87,5 @@ def one_token_experts(
     gate, up = hidden.chunk(2, -1)
     inner = in_memory(silu(gate) * up)
     out = (down[chosen].float() * inner[:, None]).sum(-1)  # [top_k, hidden]
-    return (out * weights.reshape(-1, 1)).sum(0).to(x.dtype).view(x.shape)
+    y: Tensor = (out * weights.reshape(-1, 1)).sum(0)
+    return y.to(x.dtype).view(x.shape)

@@ -5,6 +5,7 @@ One package holds all cases, for a compile takes 10 s.
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,9 @@ def test_compiled_package(tmp_path: Path) -> None:
     )
     buffers = dict(layers.named_buffers())
     compile_package(job)
+    with zipfile.ZipFile(job.path) as file:
+        (wrapper,) = (file.read(n) for n in file.namelist() if n.endswith(".wrapper.cpp"))
+    assert b"aoti_torch_proxy_executor_call_function(" not in wrapper, "operators are called"
     package = torch._inductor.aoti_load_package(str(tmp_path / "decode.pt2"))
     names = package.get_constant_fqns()
     package.load_constants({n: buffers[n] for n in names}, check_full_update=True)
