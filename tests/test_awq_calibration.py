@@ -156,7 +156,7 @@ def test_error_feedback(
         assert normalised_error(dequantise(packed), smoothed) < 0.05, name
     name = next(iter(sizes))
     with pytest.raises(AssertionError, match="was calibrated as"):
-        fed_back.int4(name, sizes[name], symmetric, torch.float16)
+        fed_back.int4(name, sizes[name], not symmetric, torch.float32)
 
 
 def test_experts_without_tokens_are_neutral_and_named(

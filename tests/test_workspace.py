@@ -107,7 +107,7 @@ def latent(heads: int, dtype: torch.dtype = torch.float16) -> Program:
         (int4_experts(64, 6, 352, 512, torch.float32), LIMITS, 192.6),
         (int4_experts(64, 6, 352, 512, torch.bfloat16), LIMITS, 100.5),
         (int4_experts(64, 6, 352, 512, torch.float16), SIXTEEN, 33.3),
-        (int4_experts(64, 6, 1408, 2048, torch.float16), LIMITS, 746.6),
+        (int4_experts(64, 6, 1408, 2048, torch.float16), LIMITS, 784.6),
         (latent(16), LIMITS, 97.6),
         (latent(16), GENERATION, 44.6),
         (latent(128), LIMITS, 684.9),
