@@ -306,7 +306,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         ({"model_type": "mamba"}, r"'mamba'.*supported are llama, qwen2, qwen3"),
         ({"model_type": None}, r"model_type None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"ForSequenceClassification"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised with 'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"quant_method 'hqq'"),
         ({"hidden_size": "wide"}, r"transformers refuses it"),
         ({"rope_scaling": {"type": "foo"}, "rope_parameters": None}, r"'foo'.*unknown"),
     ],

@@ -180,7 +180,7 @@ def test_damaged_scales_are_named(
         (CONFIG | {"weight_block_size": [0, 128]}, r"weight_block_size \[0, 128\]"),
         (CONFIG | {"weight_block_size": [128, 128], "fmt": "e5m2"}, "fmt 'e5m2'"),
         (CONFIG | {"weight_block_size": [8, 8], "activation_scheme": "static"}, "scheme 'static'"),
-        ({"quant_method": "bitsandbytes"}, "quantised with 'bitsandbytes'"),
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
     ],
 )
 def test_other_quantisation_is_refused(
