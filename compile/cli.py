@@ -126,8 +126,13 @@ def _parser() -> argparse.ArgumentParser:
     _json_flag(generate)
     generate.set_defaults(run=_generate)
 
-    bench = verbs.add_parser("bench", help="decode speed of engines beside eager")
-    bench.add_argument("engines", nargs="+", type=Path, help="engine directories or bundles")
+    bench = verbs.add_parser("bench", help="decode speed of engines beside eager, or of kernels")
+    bench.add_argument(
+        "engines", nargs="+", type=Path,
+        help="engine directories or bundles; or the word 'kernels': the GPU's, beside their peers",
+    )  # fmt: skip
+    bench.add_argument("--peers", type=Path, help="kernels: folder with adapters to peers")
+    bench.add_argument("--rows", default="", help="kernels: only rows whose name contains this")
     bench.add_argument("--checkpoint", help="default: the one the first engine was built from")
     bench.add_argument("--batch", default="1,8", help="batch sizes, comma-separated")
     bench.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
@@ -290,6 +295,15 @@ def _generate(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from seekforge.compile.bench import bench_decode, format_rows
 
+    if args.engines == [Path("kernels")]:
+        from seekforge.compile.bench_kernels import bench_kernels, table
+
+        results = bench_kernels(args.peers, args.rows)
+        if args.json:
+            _print_json(results)
+        else:
+            print(table(results))
+        return 0
     try:
         batches = [int(value) for value in args.batch.split(",")]
     except ValueError:

@@ -20,7 +20,7 @@ from torch import fx
 from seekforge.compile.onnx_builder import DTYPES, OnnxBuilder
 from seekforge.compile.onnx_translations import TRANSLATIONS
 from seekforge.kernels.errors import BuildError
-from seekforge.passes.kv_cache import GraphInput
+from seekforge.passes.kv_cache import GraphInput, graph_outputs
 from seekforge.passes.program import Program, source_line
 
 OPSET = 23
@@ -41,10 +41,8 @@ def write_onnx(
     for node in program.graph.nodes:
         _translate(builder, node)
     outputs = [
-        helper.make_tensor_value_info(
-            name, DTYPES[node.meta["val"].dtype], _output_dims(name, node, inputs)
-        )
-        for name, node in zip(program.outputs, program.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
+        helper.make_tensor_value_info(o.name, DTYPES[o.dtype], list(o.dims))
+        for o in graph_outputs(program)
     ]
     graph = helper.make_graph(
         builder.nodes,
@@ -64,12 +62,6 @@ def write_onnx(
     )
     path.write_bytes(model.SerializeToString())
     return model
-
-
-def _output_dims(name: str, node: fx.Node, inputs: Sequence[GraphInput]) -> list[int | str]:
-    value = node.meta["val"]
-    lead = ["rows"] if name == "logits" else ["batch", "seq"]
-    return [*lead, *map(int, value.shape[len(lead) :])]
 
 
 def _translate(builder: OnnxBuilder, node: fx.Node) -> None:
