@@ -56,19 +56,16 @@ def write_awq(
     symmetric: bool,
     out: Path,
 ) -> None:
-    """Writes the checkpoint below `out`, a new or empty folder. sizes: of `tensors_to_quantise`.
+    """Writes the checkpoint into the folder `out`. sizes: of `tensors_to_quantise`.
 
-    Raises InputError where `out` holds something, or nothing fits the layout.
+    Raises InputError where nothing fits the layout.
     """
-    if out.exists() and any(out.iterdir()):
-        raise InputError(f"-o {out}: it is not empty; give a new folder")
     fits, kept = awq_tensors(checkpoint, sizes, group_size)
     if not fits:
         raise InputError(
             f"no weight has groups of {group_size} and a multiple of 8 output features, which is "
             "what the AutoAWQ layout holds; give another --group-size"
         )
-    out.mkdir(parents=True, exist_ok=True)
     index: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(_shards(checkpoint, source, fits, symmetric)):

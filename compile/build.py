@@ -27,7 +27,7 @@ from seekforge.compile.calibration_file import CALIBRATION_NAME, Calibrated
 from seekforge.compile.export import DTYPES, export_checkpoint
 from seekforge.compile.lower import Lowering, lower
 from seekforge.compile.prompts import PROMPTS
-from seekforge.compile.quantise import calibrated, summary
+from seekforge.compile.quantise import calibrated, summary, text_windows
 from seekforge.compile.steps import Steps
 from seekforge.compile.weights import WEIGHTS_NAME, Source, recipe, write_weights
 from seekforge.compile.workspace import check_workspace
@@ -98,8 +98,8 @@ class Options:
             raise InputError(f"--device {self.device}: unknown; cpu or cuda")
         if self.quant not in (None, *QUANTISATIONS):
             raise InputError(f"--quant {self.quant}: unknown; one of {', '.join(QUANTISATIONS)}")
-        if self.int4.group_size < 16 or self.int4.group_size % 2:
-            raise InputError(f"--group-size {self.int4.group_size}: 32, 64 or 128 was expected")
+        if self.calib is not None and self.quant != "awq-int4":
+            raise InputError(f"--calib {self.calib}: only --quant awq-int4 looks at text")
         for name in ("max_batch", "max_len", "max_chunk", "block_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -133,9 +133,12 @@ def build(
     subject = f"{spec.model_type} {spec.num_layers}x{spec.hidden_size}"
     steps = steps or Steps(subject)
     steps.subject = subject
+    text = None
+    if options.quant == "awq-int4":  # a text that can't be used is known before anything heavy
+        text = text_windows(checkpoint, options.calib)
     for line in checkpoint.warnings:
         steps.console.print(f"warning: {line}", style="yellow", highlight=False)
-    job = _Job(checkpoint, out, options, limits, steps)
+    job = _Job(checkpoint, out, options, limits, steps, text)
     return [job.build(backend) for backend in options.backends]
 
 
@@ -143,10 +146,11 @@ class _Job:
     """One build call: what its engines share."""
 
     def __init__(
-        self, checkpoint: Checkpoint, out: Path, options: Options, limits: Limits, steps: Steps
-    ) -> None:
+        self, checkpoint: Checkpoint, out: Path, options: Options, limits: Limits, steps: Steps,
+        text: list[list[int]] | None,
+    ) -> None:  # fmt: skip
         self.checkpoint, self.out, self.options = checkpoint, out, options
-        self.limits, self.steps = limits, steps
+        self.limits, self.steps, self.text = limits, steps, text
         self.calibrated: Calibrated | None = None
 
     def build(self, backend: str) -> Path:
@@ -220,10 +224,10 @@ class _Job:
 
     def _source(self, program: Program) -> Source:
         """Where weights come from: the checkpoint, or what calibration makes of it."""
-        if self.options.quant != "awq-int4":
+        if self.text is None:
             return self.checkpoint
         self.calibrated = calibrated(
-            self.checkpoint, self.options.calib, int4_tensors(program), self.options.int4.symmetric,
+            self.checkpoint, self.text, int4_tensors(program), self.options.int4.symmetric,
             self.out / CALIBRATION_NAME, self.steps,
         )  # fmt: skip
         return self.calibrated
@@ -291,7 +295,7 @@ class _Job:
         quant = self.checkpoint.quant
         return {
             "method": self.options.quant if quant is None else quant.method,
-            "group_size": options.group_size,
+            "group_size": options.group_size if quant is None else quant.group_size,
             "symmetric": options.symmetric,
             "skip": list(options.skip),
             "group_sizes": int4_sizes(program),

@@ -30,13 +30,12 @@ def calibration_windows(
     stream: list[int] = []
     for file in _files(BUILT_IN if path is None else path):
         stream += text_tokens(tokenizer, read_text(file), end)
-    cut = list(windows(stream, length))
-    if not cut:
+    if len(stream) < 2:
         raise InputError(
             f"calibration: {path or BUILT_IN} holds {len(stream)} tokens; at least 2 are needed, "
             "some thousand are useful. Give another --calib FILE|DIR."
         )
-    return spread(cut, max(1, limit // length))
+    return spread(list(windows(stream, length)), max(1, limit // length))
 
 
 def spread(cut: Sequence[list[int]], count: int) -> list[list[int]]:

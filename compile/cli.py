@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _int4_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calib", type=Path, help="text file or folder for awq-int4")
-    parser.add_argument("--group-size", type=int, default=128, help="weights that share a scale")
+    parser.add_argument("--group-size", type=int, help="weights that share a scale (default: 128)")
     parser.add_argument("--asymmetric", action="store_true", help="INT4 with zero points")
     parser.add_argument(
         "--skip", action="append", default=[], metavar="MODULE",
@@ -155,7 +155,15 @@ def _int4_flags(parser: argparse.ArgumentParser) -> None:
 def _int4_options(args: argparse.Namespace) -> Any:
     from seekforge.passes.int4 import Int4Options
 
-    return Int4Options(args.group_size, not args.asymmetric, ("lm_head", *args.skip))
+    given = {
+        "--group-size": args.group_size is not None, "--asymmetric": args.asymmetric,
+        "--skip": bool(args.skip), "--calib": args.calib is not None,
+    }  # fmt: skip
+    if args.quant is None and any(given.values()):
+        names = ", ".join(name for name, is_given in given.items() if is_given)
+        raise InputError(f"{names} without --quant: say which, awq-int4 or rtn-int4")
+    size = 128 if args.group_size is None else args.group_size
+    return Int4Options(size, not args.asymmetric, ("lm_head", *args.skip))
 
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:

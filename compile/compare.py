@@ -146,6 +146,8 @@ def compare(
     full = [prompt + more for prompt, more in zip(ids, texts["float32"], strict=True)]
     reference = [_eager_logits(judge, tokens) for tokens in full]
     largest = max(float(logits.abs().max()) for logits in reference)
+    if text is None and text_tokens is not None:
+        raise InputError("--text-tokens without --text: give the text")
     cut = _text_windows(tokenizer, text, text_tokens, llms, eos) if text is not None else []
     judged, count = perplexity(partial(_eager_logits, judge), cut) if cut else (None, 0)
     share = ROUTED_SHARE if llms[0].manifest.model.get("num_experts") else 1.0
@@ -198,10 +200,10 @@ def _load_judge(source: Path, llms: Sequence[LLM], directories: Sequence[Path]) 
     if quantization["method"] == "awq-int4":
         # Temporary directories of a build lie in the bundle too.
         folder = directories[0].resolve().parent / CALIBRATION_NAME
-        found = load_calibration(checkpoint, folder)
+        found = load_calibration(checkpoint, folder, quantization["calibration"]["key"])
         if found is None:
             raise InputError(
-                f"{folder} is missing or of another checkpoint than "
+                f"{folder} has no calibration of this engine, or {source} is another checkpoint: "
                 f"{source}: build the engine again, or give its checkpoint with --checkpoint"
             )
         weights = found

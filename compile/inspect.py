@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from seekforge.compile.account import account, format_account
+from seekforge.compile.quantise import format_groups
 from seekforge.kernels.errors import EngineError, InputError
 from seekforge.models.checkpoint import open_checkpoint
 from seekforge.models.config import parse_config
@@ -104,6 +105,16 @@ def _format_engine(name: str, engine: dict[str, Any]) -> str:
         f"{kv['token_bytes']:,} bytes a token",
         "  runs here " + ("yes" if engine["runs_here"] else f"no: {engine['reason']}"),
     ]
+    if quantization := engine["quantization"]:
+        kind = "symmetric" if quantization["symmetric"] else "asymmetric"
+        lines.append(
+            f"  weights   {quantization['method']}, {kind}, groups of "
+            f"{quantization['group_size']}, {len(quantization['tensors'])} tensors"
+        )
+        if quantization.get("calibration"):
+            lines += [
+                f"    {line}" for line in format_groups(quantization["calibration"]).split("\n")
+            ]
     lines.append("  passes")
     for result in engine["passes"]:
         lines.append(
@@ -119,8 +130,8 @@ def _format_engine(name: str, engine: dict[str, Any]) -> str:
     for index, profile in enumerate(engine["profiles"]):
         lines.append(f"  profile {index}")
         for tensor, sizes in profile.items():
-            if not tensor.startswith(("k_pool", "v_pool")) or tensor == "k_pool_0":
-                more = " (and all other pools)" if tensor == "k_pool_0" else ""
+            if "_pool_" not in tensor or tensor in ("k_pool_0", "latent_pool_0"):
+                more = " (and all other pools)" if "_pool_" in tensor else ""
                 ranges = " ".join(f"{key} {sizes[key]}" for key in ("min", "opt", "max"))
                 lines.append(f"    {tensor:<14} {ranges}{more}")
     receipt = engine["receipt"]

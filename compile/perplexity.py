@@ -42,8 +42,15 @@ def text_tokens(tokenizer: Any, text: str, end: int | None) -> list[int]:
 
 
 def windows(tokens: Sequence[int], length: int, limit: int | None = None) -> Iterator[list[int]]:
-    """Consecutive windows of `length` tokens, of the first `limit`; a rest of one is left out."""
+    """Consecutive windows of `length` tokens, of the first `limit`; a rest of one is left out.
+
+    Raises InputError where that leaves fewer than two tokens.
+    """
+    if limit is not None and limit < 2:
+        raise InputError(f"--text-tokens {limit}: at least 2 were expected")
     tokens = tokens[:limit]
+    if len(tokens) < 2:
+        raise InputError("the text has fewer than two tokens; a longer one is needed")
     for start in range(0, len(tokens), length):
         window = list(tokens[start : start + length])
         if len(window) > 1:

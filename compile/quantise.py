@@ -15,10 +15,11 @@ import torch
 from transformers import AutoTokenizer
 
 from seekforge.compile.awq_export import DTYPE, awq_tensors, write_awq
-from seekforge.compile.bundle import atomic_directory
+from seekforge.compile.bundle import atomic_directory, check_writable
 from seekforge.compile.calibration import calibrate
 from seekforge.compile.calibration_file import (
     CALIBRATION_NAME,
+    KEY_LETTERS,
     Calibrated,
     calibration_key,
     load_calibration,
@@ -40,45 +41,60 @@ TOKENS = 16384  # of the text, at most
 
 def calibrated(
     checkpoint: Checkpoint,
-    text: Path | None,
+    cut: list[list[int]],
     group_sizes: Mapping[str, int],
     symmetric: bool,
-    folder: Path,
+    base: Path,
     steps: Steps,
 ) -> Calibrated:
-    """The calibration for these weights: the one kept in `folder`, or a new one, kept there.
-
-    text: file or folder; None: the built-in text. Raises InputError where there is no text.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
-    end = next(iter(checkpoint.eos_token_ids), None)
-    length = min(WINDOW, checkpoint.spec.max_position_embeddings)
-    cut = calibration_windows(text, tokenizer, end, length, TOKENS)
+    """The calibration for these weights and windows of text: the one kept below `base`, in a folder
+    named by its key, or a new one, kept there."""
     key = calibration_key(cut, group_sizes, symmetric)
-    known = load_calibration(checkpoint, folder, key)
+    folder = base / key[:KEY_LETTERS]
+    known = load_calibration(checkpoint, base, key)
     if known is not None:
         return known
     # Scales are searched in fp32 and rounded to each engine's dtype when it is written.
+    base.mkdir(parents=True, exist_ok=True)
     with steps.step("calibration"), atomic_directory(folder) as made:
         found = Calibrated(
             calibrate(checkpoint, cut, group_sizes, symmetric, torch.float32, folder=made), key
         )
         save_calibration(found, made)
-    kept = load_calibration(checkpoint, folder, key)
+    kept = load_calibration(checkpoint, base, key)  # its files are in their place now
     assert kept is not None, folder
-    found = kept
-    plain, error = found.calibration.mean_errors
+    plain, error = kept.calibration.mean_errors
     steps.console.print(
-        f"    {found.calibration.tokens:,} tokens; mean output error of a layer "
+        f"    {kept.calibration.tokens:,} tokens; mean output error of a layer "
         f"{error:.2e}, plain rounding {plain:.2e} ({error / (plain or 1):.2f} x)",
         highlight=False, style="dim",
     )  # fmt: skip
-    for layer, experts in found.calibration.neutral_experts.items():
+    for layer, experts in kept.calibration.neutral_experts.items():
         steps.console.print(
             f"    layer {layer}: experts {experts} saw no token and are rounded as they are",
             highlight=False, style="yellow",
         )  # fmt: skip
-    return found
+    return kept
+
+
+def text_windows(checkpoint: Checkpoint, text: Path | None) -> list[list[int]]:
+    """What calibration looks at: windows of a file or folder, or of the built-in text (None).
+
+    Raises InputError where there is no text, or no tokenizer to read it with.
+    """
+    end = next(iter(checkpoint.eos_token_ids), None)
+    length = min(WINDOW, checkpoint.spec.max_position_embeddings)
+    return calibration_windows(text, _tokenizer(checkpoint), end, length, TOKENS)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds
+        raise InputError(
+            f"{checkpoint.path}: text needs its tokenizer, which cannot be read ({error}); use "
+            "--quant rtn-int4, or add the tokenizer's files"
+        ) from None
 
 
 def summary(found: Calibrated) -> dict[str, Any]:
@@ -106,13 +122,26 @@ def quantise_checkpoint(
 ) -> dict[str, Any]:
     """`seekforge quantize`: writes an AutoAWQ-layout checkpoint below `out`; returns the account.
 
-    text: held-out text for perplexities, its first text_tokens tokens. Raises InputError.
+    text: held-out text for perplexities, its first text_tokens tokens. Raises InputError before
+    anything heavy.
     """
     if method not in ("awq-int4", "rtn-int4"):
         raise InputError(f"--quant {method}: unknown; one of awq-int4, rtn-int4")
     checkpoint = open_checkpoint(path)
     if checkpoint.quant is not None:
         raise InputError(f"{path} holds INT4 weights already; give the unquantised checkpoint")
+    out = out.resolve()
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"-o {out}: it is not empty; give a new folder")
+    check_writable(out.parent)
+    if calib is not None and method != "awq-int4":
+        raise InputError(f"--calib {calib}: only --quant awq-int4 looks at text")
+    seen = text_windows(checkpoint, calib) if method == "awq-int4" else []
+    cut: list[list[int]] = []
+    if text is not None:
+        end = next(iter(checkpoint.eos_token_ids), None)
+        stream = perplexity_tokens(_tokenizer(checkpoint), text, end)
+        cut = list(windows(stream, WINDOW, text_tokens))
     sizes = tensors_to_quantise(checkpoint, options)
     fits, _ = awq_tensors(checkpoint, sizes, options.group_size)
     report: dict[str, Any] = {
@@ -124,14 +153,12 @@ def quantise_checkpoint(
     if method == "awq-int4":
         kept = out.with_name(f"{out.name}.{CALIBRATION_NAME}")
         steps = Steps(checkpoint.spec.model_type)
-        found = calibrated(checkpoint, calib, fits, options.symmetric, kept, steps)
+        found = calibrated(checkpoint, seen, fits, options.symmetric, kept, steps)
         report["calibration"] = summary(found)
         source = found
-    write_awq(checkpoint, source, fits, options.group_size, options.symmetric, out)
-    if text is not None:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        end = next(iter(checkpoint.eos_token_ids), None)
-        cut = list(windows(perplexity_tokens(tokenizer, text, end), WINDOW, text_tokens))
+    with atomic_directory(out) as made:
+        write_awq(checkpoint, source, fits, options.group_size, options.symmetric, made)
+    if cut:
         awq = source if method == "awq-int4" else None
         found_quality = quality(checkpoint, fits, options.symmetric, DTYPE, awq, cut)
         report["perplexity"] = dataclasses.asdict(found_quality) | {

@@ -12,8 +12,9 @@
     kv_b          [heads * (nope_dim + v_dim), rank]
     y             [tokens, heads, v_dim]
 
-The formula, and the two ways to compute it, are in kernels/mla_attention.py: sequences with one new
-token take the absorbed one, all of them in one batch; those with several the decompressed one.
+The formula, and the two ways to compute it, are in kernels/mla_attention.py. On the CPU sequences
+with one new token take the absorbed one, all of them in one batch; those with several the
+decompressed one. On a GPU all are absorbed.
 Causal and bottom-right aligned, index tensors int64, as in kernels/paged_attention.py. Slots behind
 a sequence's context may hold anything, NaN too.
 """

@@ -25,7 +25,7 @@ from seekforge.kernels.int4 import dequantise as dequantise_int4
 from seekforge.models.config import read_config, read_json, read_quantization
 from seekforge.models.fp8 import FP8, SCALE_SUFFIX, Block, check_scale, dequantise
 from seekforge.models.module import build_module
-from seekforge.models.quantized import PARTS, read_int4
+from seekforge.models.quantized import OPTIONAL, PARTS, read_int4
 from seekforge.models.quantized_config import QuantConfig
 from seekforge.models.shards import Shard, TensorInfo, read_shards, unindexed_files
 from seekforge.models.spec import ModelSpec
@@ -219,6 +219,16 @@ def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> 
     if info.dtype == INT4:
         assert checkpoint.quant is not None
         names = [f"{name.removesuffix('weight')}{p}" for p in PARTS[checkpoint.quant.method]]
+        missing = [
+            part
+            for part in names
+            if part not in checkpoint.tensors and part.rpartition(".")[2] not in OPTIONAL
+        ]
+        if missing:
+            raise CheckpointError(
+                f"{info.file}: {name} is stored as INT4, but {', '.join(missing)} is in no file. "
+                "Fetch the checkpoint again."
+            )
         return [part for part in names if part in checkpoint.tensors]
     if info.dtype == FP8 and len(shape) >= 2 and checkpoint.weight_block is not None:
         return [check_scale(checkpoint.tensors, name, checkpoint.weight_block)]

@@ -65,6 +65,11 @@ def read_int4(config: QuantConfig, module: str, parts: Mapping[str, Tensor]) -> 
         )
     if weight.zeros is not None and bool((weight.zeros == SYMMETRIC_ZERO).all()):
         return replace(weight, zeros=None)
+    if config.symmetric and weight.zeros is not None:
+        raise CheckpointError(
+            f"{module}: zero points other than {SYMMETRIC_ZERO}, but the quantisation config says "
+            "the weights are symmetric. Correct config.json."
+        )
     return weight
 
 

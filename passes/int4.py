@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from seekforge.kernels.int4 import group_size_of
+from seekforge.kernels.errors import InputError
+from seekforge.kernels.int4 import MIN_GROUP, group_size_of
 from seekforge.kernels.int4_linear import int4_linear
 from seekforge.kernels.int4_moe_experts import int4_moe_experts
 from seekforge.kernels.moe_experts import moe_experts
@@ -46,10 +47,24 @@ class Int4Options:
     skip: tuple[str, ...] = (HEAD,)
     only: frozenset[str] | None = None
 
+    def __post_init__(self) -> None:
+        if self.group_size < MIN_GROUP or self.group_size % 2:
+            raise InputError(
+                f"--group-size {self.group_size}: an even number from {MIN_GROUP} on was expected; "
+                "32, 64 and 128 are usual"
+            )
+
 
 def insert_int4(program: Program, options: Int4Options) -> PassResult:
-    """fired: layers turned into INT4 operators. Misses: those that were not, with the reason."""
+    """fired: layers turned into INT4 operators. Misses: those that were not, with the reason.
+
+    Raises InputError where nothing can be quantised, or a name to skip is of no weight.
+    """
     start, before = time.perf_counter(), len(program.graph.nodes)
+    sources = [source for weight in program.weights.values() for source in weight.sources]
+    for pattern in options.skip:
+        if pattern != HEAD and not any(matches(source, [pattern]) for source in sources):
+            raise InputError(f"--skip {pattern}: no weight of the checkpoint has that in its name")
     fired, misses = 0, []
     for node in [*program.nodes(LINEAR), *program.nodes(moe_experts)]:
         weights: list[Any] = list(node.args[1:2] if node.target is LINEAR else node.args[3:5])
@@ -71,6 +86,12 @@ def insert_int4(program: Program, options: Int4Options) -> PassResult:
         node.replace_all_uses_with(new)
         program.graph.erase_node(node)
         fired += 1
+    if not fired:
+        reasons = sorted({miss.reason for miss in misses})
+        raise InputError(
+            f"no layer can be quantised with group size {options.group_size}: "
+            f"{'; '.join(reasons[:4]) or 'the model has no linear layers'}"
+        )
     program.drop_unused()
     program.graph.lint()
     after = len(program.graph.nodes)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from seekforge.compile.build import Options, build
 from seekforge.compile.calibration_file import load_calibration
+from seekforge.compile.cli import main
 from seekforge.compile.execute import materialise
 from seekforge.compile.export import export_checkpoint
 from seekforge.compile.quantise import format_report, quantise_checkpoint
 from seekforge.compile.reference import load_dequantised
-from seekforge.kernels.errors import InputError
+from seekforge.kernels.errors import CheckpointError, InputError
 from seekforge.kernels.tolerance import assert_close
 from seekforge.models.checkpoint import open_checkpoint
 from seekforge.passes.int4 import Int4Options, insert_int4, int4_tensors
@@ -61,8 +65,9 @@ def test_imported_weights_are_the_exported_ones(
     """Bit for bit, and an engine of the import computes what its weights decode to."""
     out, report = quantised
     source = open_checkpoint(tiny_checkpoint("deepseek_v3", q_lora_rank=32, **SIZES))
-    kept = load_calibration(source, out.with_name("awq.calibration"))
-    assert kept is not None and kept.key == report["calibration"]["key"]
+    key = report["calibration"]["key"]
+    kept = load_calibration(source, out.with_name("awq.calibration"), key)
+    assert kept is not None and kept.key == key
     imported = open_checkpoint(out)
     assert not imported.warnings
     names = [name for name, info in imported.tensors.items() if info.dtype == "INT4"]
@@ -85,6 +90,48 @@ def test_imported_weights_are_the_exported_ones(
         (logits,) = module(IDS, POSITIONS, False)
         expected = reference(input_ids=IDS, position_ids=POSITIONS).logits
     assert_close(logits, expected, "imported")
+
+
+def test_damaged_or_other_calibrations_are_not_taken(
+    quantised: tuple[Path, Any], tiny_checkpoint: Make, tmp_path: Path
+) -> None:
+    out, report = quantised
+    source = open_checkpoint(tiny_checkpoint("deepseek_v3", q_lora_rank=32, **SIZES))
+    key = report["calibration"]["key"]
+    shutil.copytree(out.with_name("awq.calibration"), tmp_path / "kept")
+    (folder,) = (tmp_path / "kept").iterdir()
+    assert load_calibration(source, tmp_path / "kept", key) is not None
+    assert load_calibration(source, tmp_path / "kept", key[::-1]) is None
+    other = open_checkpoint(tiny_checkpoint("deepseek_v3"))
+    assert load_calibration(other, tmp_path / "kept", key) is None
+    (folder / "smoothing.safetensors").write_bytes(b"cut")
+    assert load_calibration(source, tmp_path / "kept", key) is None
+
+
+def test_a_weight_without_its_scales_is_refused(
+    quantised: tuple[Path, Any], tmp_path: Path
+) -> None:
+    out, _ = quantised
+    shutil.copytree(out, tmp_path / "cut")
+    (file,) = (tmp_path / "cut").glob("*.safetensors")
+    tensors = load_file(file)
+    lost = next(name for name in tensors if name.endswith(".scales"))
+    del tensors[lost]
+    save_file(tensors, file)
+    index = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())
+    del index["weight_map"][lost]
+    (tmp_path / "cut" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=re.escape(lost)):
+        open_checkpoint(tmp_path / "cut")
+
+
+def test_flags_without_quantisation_are_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    model = str(tiny_checkpoint("llama"))
+    for flags in (["--group-size", "64"], ["--asymmetric"], ["--skip", "x"], ["--calib", "x"]):
+        assert main(["build", model, "-o", str(tmp_path), *flags]) == 2, flags
+    quant = ["--quant", "rtn-int4", "--backend", "onnxruntime"]
+    for flags in (["--calib", "x"], ["--skip", "donw_proj"], ["--group-size", "8"]):
+        assert main(["build", model, "-o", str(tmp_path / "e"), *quant, *flags]) == 2, flags
 
 
 def test_refusals(quantised: tuple[Path, Any], tiny_checkpoint: Make, tmp_path: Path) -> None:
