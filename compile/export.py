@@ -44,7 +44,7 @@ def export_module(
     module = make_exportable(module.to("meta"))
     ids = torch.zeros(TRACE_BATCH, TRACE_SEQ, dtype=torch.long, device="meta")
     batch = torch.export.Dim("batch", min=1, max=1 << 16)
-    seq = torch.export.Dim("seq", min=1, max=max(2, max_len))
+    seq = torch.export.Dim("seq", min=1, max=max(TRACE_SEQ, max_len))
     dims = {0: batch, 1: seq}
     try:
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from seekforge.compile import build as building
-from seekforge.compile import lower
+from seekforge.compile import compare, lower
 from seekforge.compile.build import Options, build
 from seekforge.compile.weights import data_offsets
 from seekforge.kernels.errors import BuildError, EngineError, InputError
@@ -49,6 +50,25 @@ def test_rebuild_replaces(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     build(tiny_checkpoint("qwen3"), tmp_path, ORT)
     assert read_manifest(tmp_path / "onnxruntime").model["model_type"] == "qwen3"
     assert leftovers(tmp_path) == ["onnxruntime"]
+
+
+@pytest.mark.parametrize("max_len", [1, 3])
+def test_short_engines(max_len: int, tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Shorter than the sample that export traces with."""
+    options = dataclasses.replace(ORT, max_len=max_len, verify=False)
+    (engine,) = build(tiny_checkpoint("llama"), tmp_path, options)
+    assert read_manifest(engine).limits.max_len == max_len
+
+
+def test_fp64_settles_what_is_beyond_the_limit(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large weights make fp32 eager itself uncertain. That a wrong engine does not pass so is the
+    next test's matter."""
+    monkeypatch.setattr(compare, "FP32_LIMIT", 1e-9)
+    (engine,) = build(tiny_checkpoint("deepseek_v3"), tmp_path, ORT)
+    receipt = read_manifest(engine).receipt
+    assert receipt is not None and receipt["passed"] and 1e-9 < receipt["judged"] < 1e-4
 
 
 def test_failed_step_leaves_nothing(
