@@ -247,6 +247,11 @@ def _int4_weights(quant: QuantConfig, tensors: Mapping[str, TensorInfo]) -> dict
     for name, info in tensors.items():
         if not name.endswith(f".{first}") or len(info.shape) != 2:
             continue
+        if not quant.quantises(name.removesuffix(f".{first}")):
+            raise CheckpointError(
+                f"{info.file}: {name} is stored, but config.json lists the module under "
+                "modules_to_not_convert (ignore). They belong to different checkpoints."
+            )
         a, b = info.shape
         shape = {"awq": (8 * b, a), "gptq": (b, 8 * a), "gptq_v2": (b, 8 * a)}.get(
             quant.method, (a, 8 * b)

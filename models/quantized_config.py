@@ -41,18 +41,6 @@ class QuantConfig:
         """
         return not any(matches(pattern, module) for pattern in self.skipped)
 
-    def quantises_all(self, modules: Sequence[str]) -> bool:
-        """Whether all of the modules that would be fused are quantised; False if none is. Raises
-        CheckpointError with the names where only some are."""
-        quantised = [module for module in modules if self.quantises(module)]
-        if quantised and len(quantised) < len(modules):
-            plain = [module for module in modules if module not in quantised]
-            raise CheckpointError(
-                f"of the projections that are fused into one, {', '.join(quantised)} are INT4 and "
-                f"{', '.join(plain)} are not (modules_to_not_convert). Quantise all or none."
-            )
-        return bool(quantised)
-
 
 def matches(pattern: str, module: str) -> bool:
     """Whether an exclusion pattern covers a module; see `QuantConfig.quantises`."""

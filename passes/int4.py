@@ -143,6 +143,11 @@ def _refused(program: Program, weight: Any, options: Int4Options) -> str | None:
         return f"{sources[0]} is to be left as it is"
     if any(skipped):
         odd = [source for source, skip in zip(sources, skipped, strict=True) if skip]
+        if options.only is not None:
+            raise InputError(
+                f"of the weights that are fused into one, {', '.join(odd[:4])} are not INT4 and "
+                f"{', '.join(s for s in sources if s not in odd)} are; quantise all or none of them"
+            )
         return f"of the fused weights, {', '.join(odd[:4])} are to be left as they are"
     if any(user.target is torch.ops.aten.embedding.default for user in weight.users):
         return f"{sources[0]} is the embedding too"

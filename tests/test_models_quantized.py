@@ -255,16 +255,6 @@ def test_exclusions_match_dotted_names(pattern: str, skipped: Any) -> None:
     assert [m for m in MODULES if matches(pattern, m)] == [m for m in MODULES if skipped(m)]
 
 
-def test_mixed_fused_groups_are_refused() -> None:
-    settings = config("awq", skipped=("layers.1.self_attn.v_proj", "layers.2.self_attn"))
-    parts = {i: [f"model.layers.{i}.self_attn.{n}" for n in ATTENTION[:3]] for i in range(3)}
-    assert settings.quantises_all(parts[0]) and not settings.quantises_all(parts[2])
-    with pytest.raises(
-        CheckpointError, match=r"1\.self_attn\.k_proj are INT4 and .*1\.self_attn\.v_proj are not"
-    ):
-        settings.quantises_all(parts[1])
-
-
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}

@@ -80,6 +80,14 @@ def test_kept_modules(tiny_checkpoint: Make) -> None:
     assert result.fired == 4 and not any(".k_proj" in name for name in int4_tensors(program))
 
 
+def test_ready_made_weights_are_all_int4_in_a_fused_projection(tiny_checkpoint: Make) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("llama", intermediate_size=64))
+    names = [f"model.layers.{i}.self_attn.{n}_proj.weight" for i in range(2) for n in "qkv"]
+    assert insert_int4(fused(checkpoint), Int4Options(16, True, (), frozenset(names))).fired == 2
+    with pytest.raises(InputError, match=r"0\.self_attn\.v_proj\.weight are not INT4"):
+        insert_int4(fused(checkpoint), Int4Options(16, True, (), frozenset(names[:2])))
+
+
 def test_names_match_at_dots() -> None:
     name = "model.layers.11.mlp.gate_up_proj.weight"
     assert matches(name, ["mlp.gate_up_proj"]) and matches(name, ["model.layers.11."])
