@@ -1,7 +1,7 @@
 """Runs a program's graph on the CPU or a GPU as it stands, between any two passes.
 
 In: a program and a function that reads checkpoint tensors. Out: a module that takes the graph's
-inputs in their order. This is what verification and bisect compare; engines don't use it.
+inputs in their order. Tests run graphs so, without a backend; engines don't use it.
 """
 
 from __future__ import annotations
