@@ -27,7 +27,7 @@ from seekforge.compile.calibration_file import CALIBRATION_NAME, Calibrated
 from seekforge.compile.export import DTYPES, export_checkpoint
 from seekforge.compile.lower import Lowering, lower
 from seekforge.compile.prompts import PROMPTS
-from seekforge.compile.quantise import calibrated, summary, text_windows
+from seekforge.compile.quantise import QUANTISATIONS, calibrated, summary, text_windows
 from seekforge.compile.steps import Steps
 from seekforge.compile.weights import WEIGHTS_NAME, Source, recipe, write_weights
 from seekforge.compile.workspace import check_workspace
@@ -49,11 +49,11 @@ from seekforge.runtime.manifest import (
     Manifest,
     TensorSpec,
     file_entries,
+    read_manifest,
     unfit_reason,
     write_manifest,
 )
 
-QUANTISATIONS = ("rtn-int4", "awq-int4")
 FORMS = {
     "inductor": "ragged",
     "onnxruntime": "padded",
@@ -326,8 +326,6 @@ class _Job:
 
 
 def _cannot_run(folder: Path) -> str | None:
-    from seekforge.runtime.manifest import read_manifest
-
     return unfit_reason(read_manifest(folder, check_files=False))
 
 

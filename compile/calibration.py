@@ -10,7 +10,7 @@ smoothing doesn't change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -110,13 +110,12 @@ def calibrate(
     group_sizes: Mapping[str, int],
     symmetric: bool,
     dtype: torch.dtype,
-    progress: Callable[[int, int], None] = lambda done, total: None,
     folder: Path | None = None,
 ) -> Calibration:
     """Calibrates every decoder layer. windows: token ids, each window by itself from position 0.
 
     group_sizes: group size by the name of each stored tensor that will be INT4. dtype: of the
-    engine, so of the scales. progress(layers done, all layers). folder: existing; takes one file a
+    engine, so of the scales. folder: existing; takes one file a
     layer with its weights rounded with error feedback (compile/awq_feedback.py), needed as long as
     the result is used. None: every weight is rounded for itself.
     """
@@ -127,7 +126,6 @@ def calibrate(
     states = [embedding[torch.tensor(window)].float()[None] for window in windows]
     del embedding
     for index, layer in enumerate(model.layers):
-        progress(index, len(model.layers))
         prefix = f"model.layers.{index}."
         stored = {n: tensors_for_parameter(checkpoint, prefix + n) for n in layer.state_dict()}
         weights = {name: _assemble(checkpoint, stored[name], layer, name) for name in stored}
@@ -143,7 +141,6 @@ def calibrate(
         _search_layer(calibration, index, weights, stored, groups, inputs, group_sizes,
                       symmetric, dtype, folder)  # fmt: skip
         layer.to("meta")
-    progress(len(model.layers), len(model.layers))
     return calibration
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from seekforge.compile.calibration_file import CALIBRATION_NAME, load_calibration
-from seekforge.compile.perplexity import perplexity, windows
+from seekforge.compile.perplexity import WINDOW, perplexity, windows
 from seekforge.compile.perplexity import text_tokens as perplexity_tokens
 from seekforge.compile.prompts import PROMPTS
 from seekforge.compile.reference import load_dequantised
@@ -44,7 +44,6 @@ DTYPE_FACTOR = 1.1
 FP64_FACTOR = 1.5
 ROUTED_SHARE = 0.9  # positions judged in models with experts, dtypes below float32
 PERPLEXITY_LIMIT = 1e-4  # relative, fp32 engines
-WINDOW = 512  # tokens scored together for a perplexity
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from seekforge.kernels.errors import InputError
 
+WINDOW = 512  # tokens of a text that are seen together
 Score = Callable[[list[int]], Tensor]  # n token ids -> logits [n, vocab]
 
 

@@ -26,8 +26,8 @@ from seekforge.compile.calibration_file import (
     save_calibration,
 )
 from seekforge.compile.calibration_text import calibration_windows
+from seekforge.compile.perplexity import WINDOW, windows
 from seekforge.compile.perplexity import text_tokens as perplexity_tokens
-from seekforge.compile.perplexity import windows
 from seekforge.compile.quality import quality, tensors_to_quantise
 from seekforge.compile.steps import Steps
 from seekforge.compile.weights import Source
@@ -35,7 +35,7 @@ from seekforge.kernels.errors import InputError
 from seekforge.models.checkpoint import Checkpoint, open_checkpoint
 from seekforge.passes.int4 import Int4Options
 
-WINDOW = 512  # tokens of text seen together
+QUANTISATIONS = ("rtn-int4", "awq-int4")
 TOKENS = 16384  # of the text, at most
 
 
@@ -125,8 +125,8 @@ def quantise_checkpoint(
     text: held-out text for perplexities, its first text_tokens tokens. Raises InputError before
     anything heavy.
     """
-    if method not in ("awq-int4", "rtn-int4"):
-        raise InputError(f"--quant {method}: unknown; one of awq-int4, rtn-int4")
+    if method not in QUANTISATIONS:
+        raise InputError(f"--quant {method}: unknown; one of {', '.join(QUANTISATIONS)}")
     checkpoint = open_checkpoint(path)
     if checkpoint.quant is not None:
         raise InputError(f"{path} holds INT4 weights already; give the unquantised checkpoint")

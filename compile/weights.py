@@ -45,10 +45,8 @@ def write_weights(
     program: Program,
     checkpoint: Source,
     path: Path,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Writes all weights of `program` to `path`; returns their bytes. progress(done, total) in
-    bytes."""
+    """Writes all weights of `program` to `path`; returns their bytes."""
     # Larger dtypes first: every tensor then starts aligned to its own element.
     names = sorted(program.weights, key=lambda name: (-program.tensor(name).element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"recipe": recipe(program, checkpoint)}}
@@ -75,7 +73,6 @@ def write_weights(
                     file.write(piece.contiguous().flatten().view(torch.uint8).numpy().data)
                     at[name] += piece.nbytes
                     done += piece.nbytes
-            progress(done, offset)
     assert done == offset, f"{path}: wrote {done} bytes of {offset}"
     return offset
 
