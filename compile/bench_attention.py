@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seekforge.compile.bench_floors import Floor, Floors
 from seekforge.compile.bench_kernels import Candidate, Row, copies
 from seekforge.kernels.paged_decode import paged_decode_triton
 from seekforge.kernels.paged_mla_decode import paged_mla_decode_triton
@@ -66,7 +67,7 @@ def _peers(
 
 
 def decode_row(
-    batch: int, length: int, page: int, heads: int, kv_heads: int, floor: float,
+    batch: int, length: int, page: int, heads: int, kv_heads: int, floor: Floors,
     quoted: float | None, peers: ModuleType | None = None, kind: str = "bfloat16",
     configs: Configs = TUNED,
 ) -> Row:  # fmt: skip
@@ -234,8 +235,10 @@ def attention_rows(peers: ModuleType | None) -> Iterator[Callable[[], Row]]:
             yield partial(decode_row, b, s, page, h, k, 0.98, quoted, peers)
     for length, quoted in ((1024, 9.2), (2048, 10.2), (4096, 13.2), (8192, 18.4)):
         yield partial(decode_row, 1, length, 16, 32, 8, 1.15, quoted, peers)
-    for kind in ("bfloat16", "int8", "fp8"):
-        yield partial(decode_row, 32, 8192, 16, 32, 8, 1.0, None, None, kind)
+    yield partial(decode_row, 32, 8192, 16, 32, 8, None, None, None)
+    own = Floor(1.75, "paged decode B32 S8192 32/8 block 16")
+    for kind in ("int8", "fp8"):
+        yield partial(decode_row, 32, 8192, 16, 32, 8, own, None, None, kind)
     for b, s, quoted in ((32, 2048, 30.1), (32, 8192, 80.8), (64, 2048, 47.0), (64, 8192, 147.0)):
         yield partial(mla_row, b, s, 16, 1.0, quoted, peers)
     for b, s, quoted in ((32, 8192, 138.0), (128, 4096, 252.0)):

@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -25,11 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seekforge.compile.bench_floors import Floors, bound, table
 from seekforge.kernels.errors import InputError
 
 ROTATE_BYTES = 240e6  # four times the L2 of an H200
 WRONG = 3e-2  # relative error above which a result is not timed
 ROUNDS, WARM_UP, REPLAYS = 3, 10, 20
+FAMILIES = ("int4", "attention", "elementwise", "sampling")  # bench_<name>.py, in their order
 
 Calls = Sequence[Callable[[], Any]]
 
@@ -45,17 +47,27 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """nbytes, flops: of one call. quoted: the best peer's us elsewhere, for where none is present.
-    floor: value or `peer / value` demanded, as a multiple of the best peer's speed."""
+    """nbytes, flops: of one call. quoted: us measured elsewhere, for where peers are absent: the
+    best peer's, or by peers' names. floor: see bench_floors.py; a number is the multiple of the
+    best peer's speed demanded."""
 
     name: str
     reference: Tensor
     nbytes: float
     flops: float
-    floor: float
-    quoted: float | None
+    floor: Floors
+    quoted: float | Mapping[str, float] | None
     candidates: Callable[[], Iterator[Candidate]]
     notes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Of a row's candidates by name: us of one call, errors, and why the others were not timed."""
+
+    taken: dict[str, float]
+    errors: dict[str, float]
+    notes: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +148,8 @@ def relative_error(x: Tensor, reference: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def run_row(row: Row, ceilings: Ceilings) -> dict[str, Any]:
-    """Times a row's candidates; the first is ours."""
+def time_row(row: Row) -> Timed:
+    """Times a row's candidates, those that are right."""
     notes = dict(row.notes)
     graphs, errors, kept = {}, {}, []
     for candidate in row.candidates():
@@ -156,44 +168,61 @@ def run_row(row: Row, ceilings: Ceilings) -> dict[str, Any]:
             if "CUDA error" in str(failure):
                 raise
             notes[candidate.name] = f"{type(failure).__name__}: {str(failure)[:80]}"
-    taken = time_graphs(graphs)
+    return Timed(time_graphs(graphs), errors, notes | row.notes)
+
+
+def run_row(
+    row: Row, ceilings: Ceilings, earlier: Mapping[str, float | None] | None = None
+) -> dict[str, Any]:
+    """Times a row: our candidate is `seekforge`, the others are peers. earlier: us by row."""
+    return result(row, ceilings, time_row(row), earlier or {})
+
+
+def result(
+    row: Row, ceilings: Ceilings, timed: Timed, earlier: Mapping[str, float | None]
+) -> dict[str, Any]:
+    """The object of one row, of what was measured."""
+    taken = dict(timed.taken)
     roof = 1e6 * max(row.nbytes / ceilings.copy, row.flops / ceilings.matmul)
-    ours = taken.pop("seekforge", math.nan)
-    best = min(taken, key=lambda name: taken[name], default=None)
-    peer = taken[best] if best else row.quoted
+    ours = taken.pop("seekforge", None)
+    quoted = row.quoted if isinstance(row.quoted, Mapping) else {"quoted": row.quoted}
+    peers = taken or {name: us for name, us in quoted.items() if us}
+    best = min(peers, key=lambda name: peers[name], default=None)
+    peer = peers[best] if best else None
+    name = f"{best} (quoted)" if best not in (None, "quoted", *taken) else best
+    floor, missing = bound(row.floor, {**earlier, **quoted, **taken, "peer": peer, "roof": roof})
     return {
         "row": row.name,
-        "value": round(ours, 2),
+        "value": None if ours is None else round(ours, 2),
         "unit": "us",
-        "floor": round(peer / row.floor, 2) if peer else None,
+        "floor": None if floor is None else round(floor, 2),
         "better": "lower",
-        "peer": round(peer, 2) if peer else None,
-        "peer_name": best or ("quoted" if row.quoted else "none"),
+        "peer": None if peer is None else round(peer, 2),
+        "peer_name": name or "none",
         "roof": round(roof, 2),
-        "of_roof": round(100 * roof / ours, 1),
-        "error": errors.get("seekforge"),
+        "of_roof": None if ours is None else round(100 * roof / ours, 1),
+        "error": timed.errors.get("seekforge"),
         "peers": {name: round(us, 2) for name, us in taken.items()},
-        "notes": notes,
+        "notes": timed.notes | missing,
     }
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
-    """One line a row, for people."""
-    lines = [
-        f"{'row':44s} {'us':>8s} {'roof':>8s} {'% roof':>7s} {'peer':>8s} {'x peer':>7s} "
-        f"{'floor':>8s}      error"
-    ]
-    for r in results:
-        peer = f"{r['peer']:8.1f} {r['peer'] / r['value']:7.2f}" if r["peer"] else f"{'-':>8s}" * 2
-        met = r["floor"] is None or (r["value"] <= r["floor"]) == (r["better"] == "lower")
-        floor = f"{r['floor']:8.2f} {'met' if met else 'NO '}" if r["floor"] else f"{'-':>12s}"
-        error = f"{r['error']:.1e}" if r["error"] is not None else "-"
-        notes = " ".join(f"{k}: {v};" for k, v in r["notes"].items())
-        lines.append(
-            f"{r['row']:44s} {r['value']:8.2f} {r['roof']:8.2f} {r['of_roof']:7.1f} {peer} "
-            f"{floor} {error} {r['peer_name']} {notes}"
-        )
-    return "\n".join(lines)
+def start(peers: Path | None, show: Callable[[str], None]) -> Ceilings:
+    """Measures the ceilings and says so. Raises InputError without a CUDA GPU."""
+    if not torch.cuda.is_available():
+        raise InputError("no CUDA GPU here: the kernels' benchmark needs one")
+    ceilings = measure_ceilings()
+    show(
+        f"{torch.cuda.get_device_name()}: copy {ceilings.copy / 1e12:.2f} TB/s, "
+        f"bf16 matmul {ceilings.matmul / 1e12:.0f} TFLOP/s; "
+        f"peers: {'none given' if peers is None else peers}"
+    )
+    return ceilings
+
+
+def family(name: str) -> ModuleType:
+    """One of FAMILIES: it has <name>_rows(peers), and TUNERS (see bench_tune.py)."""
+    return importlib.import_module(f"seekforge.compile.bench_{name}")
 
 
 def bench_kernels(
@@ -205,44 +234,19 @@ def bench_kernels(
 
     Raises InputError without a CUDA GPU, or where `peers` holds no adapters.
     """
-    from seekforge.compile.bench_attention import attention_rows
-
-    if not torch.cuda.is_available():
-        raise InputError("no CUDA GPU here: the kernels' benchmark needs one")
     module = load_peers(peers)
-    ceilings = measure_ceilings()
-    show(
-        f"{torch.cuda.get_device_name()}: copy {ceilings.copy / 1e12:.2f} TB/s, "
-        f"bf16 matmul {ceilings.matmul / 1e12:.0f} TFLOP/s; "
-        f"peers: {'none given' if peers is None else peers}"
-    )
-    results = []
-    for make in attention_rows(module):
-        row = make()
-        if only in row.name:
-            results.append(run_row(row, ceilings))
-            show(table(results[-1:]).split("\n")[1])
-        del row
-        torch.cuda.empty_cache()
-    compare_quantised(results)
+    ceilings = start(peers, show)
+    results: list[dict[str, Any]] = []
+    for name in FAMILIES:
+        for make in getattr(family(name), f"{name}_rows")(module):
+            row = make()
+            if only in row.name:
+                earlier = {r["row"]: r["value"] for r in results}
+                results.append(run_row(row, ceilings, earlier))
+                show(table(results[-1:]).split("\n")[1])
+            del row
+            torch.cuda.empty_cache()
     return results
-
-
-def compare_quantised(results: list[dict[str, Any]]) -> None:
-    """Turns rows over INT8 and FP8 pools into speed-ups over the same row in bf16."""
-    plain = {r["row"]: r["value"] for r in results}
-    for r in results:
-        base, _, kind = r["row"].rpartition(" ")
-        if kind in ("int8", "fp8") and base in plain:
-            r |= {
-                "us": r["value"],
-                "value": round(plain[base] / r["value"], 3),
-                "unit": "x own bf16",
-                "floor": 1.75,
-                "better": "higher",
-                "peer": None,
-                "peer_name": f"own bf16 {plain[base]} us",
-            }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -250,13 +254,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", type=Path, help="folder with peers.py, adapters to peers")
     parser.add_argument("--json", type=Path, help="write the rows there, a list of objects")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument("--tune", action="store_true", help="refresh kernels/h200.json instead")
     options = parser.parse_args(arguments)
     try:
-        results = bench_kernels(options.peers, options.rows)
+        if options.tune:
+            from seekforge.compile.bench_tune import tune_kernels
+
+            results = tune_kernels(options.rows)
+        else:
+            results = bench_kernels(options.peers, options.rows)
+            print(table(results))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(table(results))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     return 0

@@ -133,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     bench.add_argument("--peers", type=Path, help="kernels: folder with adapters to peers")
     bench.add_argument("--rows", default="", help="kernels: only rows whose name contains this")
+    bench.add_argument(
+        "--tune", action="store_true", help="kernels: find the configurations of kernels/h200.json"
+    )
     bench.add_argument("--checkpoint", help="default: the one the first engine was built from")
     bench.add_argument("--batch", default="1,8", help="batch sizes, comma-separated")
     bench.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
@@ -304,8 +307,16 @@ def _bench(args: argparse.Namespace) -> int:
     from seekforge.compile.bench import bench_decode, format_rows
 
     if args.engines == [Path("kernels")]:
-        from seekforge.compile.bench_kernels import bench_kernels, table
+        from seekforge.compile.bench_floors import table
+        from seekforge.compile.bench_kernels import bench_kernels
 
+        if args.tune:
+            from seekforge.compile.bench_tune import tune_kernels
+
+            tuned = tune_kernels(args.rows)
+            if args.json:
+                _print_json(tuned)
+            return 0
         results = bench_kernels(args.peers, args.rows)
         if args.json:
             _print_json(results)

@@ -1,5 +1,7 @@
 """What quantisation costs: perplexities of fp32, plain rounding and AWQ on one text.
 
+Plain rounding is measured twice where it is symmetric: with the scales that elsewhere are the rule,
+a group's largest magnitude / 7, and with those of kernels/int4, which use all sixteen values.
 Everything is transformers' eager model in fp32 with the weights that INT4 decodes to, so the
 figures are those of the numbers, whatever engine runs them.
 """
@@ -18,6 +20,7 @@ from seekforge.compile.export import export_checkpoint
 from seekforge.compile.perplexity import perplexity
 from seekforge.compile.reference import load_dequantised
 from seekforge.compile.weights import Source
+from seekforge.kernels.int4 import SYMMETRIC_ZERO, Int4, clipped_groups, pack
 from seekforge.models.checkpoint import Checkpoint
 from seekforge.models.module import load_eager
 from seekforge.passes.int4 import Int4Options, insert_int4, int4_tensors
@@ -26,19 +29,41 @@ from seekforge.passes.pipeline import run_fusions
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Perplexities on `tokens` predicted tokens. awq: None where there is no calibration."""
+    """Perplexities on `tokens` predicted tokens. common: of plain rounding with the common scales,
+    None where it is asymmetric (the common scales are ours). awq: None without calibration."""
 
     tokens: int
     full: float
+    common: float | None
     rtn: float
     awq: float | None
 
-    @property
-    def recovered(self) -> float | None:
-        """Share of plain rounding's loss that AWQ takes back."""
-        if self.awq is None or self.rtn == self.full:
+    def recovered(self, plain: float | None) -> float | None:
+        """Share of what plain rounding lost that AWQ takes back."""
+        if self.awq is None or plain is None or plain == self.full:
             return None
-        return (self.rtn - self.awq) / (self.rtn - self.full)
+        return (plain - self.awq) / (plain - self.full)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonRounding:
+    """A checkpoint rounded symmetrically with scales of a group's largest magnitude / 7."""
+
+    checkpoint: Checkpoint
+
+    def digest(self) -> str:
+        return self.checkpoint.digest()
+
+    def read(self, name: str) -> Tensor:
+        return self.checkpoint.read(name)
+
+    def int4(self, name: str, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4:
+        assert symmetric, "asymmetric scales are the common ones"
+        values = clipped_groups(self.read(name), group_size)
+        scales = (values.abs().amax(-1) / 7).to(dtype)
+        scales = torch.where(scales > 0, scales, 1.0)
+        q = (values / scales[..., None].float()).round().clamp(-8, 7) + SYMMETRIC_ZERO
+        return Int4(pack(q.to(torch.uint8).flatten(-2)), scales)
 
 
 def tensors_to_quantise(checkpoint: Checkpoint, options: Int4Options) -> dict[str, int]:
@@ -64,11 +89,16 @@ def quality(
         return perplexity(partial(_logits, module), cut)
 
     full, tokens = score(load_eager(checkpoint.path, torch.float32))
+    common = None
+    if symmetric:
+        common, _ = score(
+            load_dequantised(checkpoint, CommonRounding(checkpoint), quantization, dtype)
+        )
     rtn, _ = score(load_dequantised(checkpoint, checkpoint, quantization, dtype))
     found = None
     if awq is not None:
         found, _ = score(load_dequantised(checkpoint, awq, quantization, dtype))
-    return Quality(tokens, full, rtn, found)
+    return Quality(tokens, full, common, rtn, found)
 
 
 @torch.inference_mode()

@@ -37,6 +37,7 @@ from seekforge.passes.int4 import Int4Options
 
 QUANTISATIONS = ("rtn-int4", "awq-int4")
 TOKENS = 16384  # of the text, at most
+METHODS = {"common": "RTN with scales of largest / 7", "rtn": "RTN", "awq": "AWQ"}
 
 
 def calibrated(
@@ -162,7 +163,8 @@ def quantise_checkpoint(
         awq = source if method == "awq-int4" else None
         found_quality = quality(checkpoint, fits, options.symmetric, DTYPE, awq, cut)
         report["perplexity"] = dataclasses.asdict(found_quality) | {
-            "recovered": found_quality.recovered
+            "recovered": found_quality.recovered(found_quality.rtn),
+            "recovered_of_common": found_quality.recovered(found_quality.common),
         }
     return report
 
@@ -182,12 +184,13 @@ def format_report(report: dict[str, Any]) -> str:
     found = report["perplexity"]
     if found:
         lines.append(f"perplexity on {found['tokens']:,} tokens: fp32 {found['full']:.4f}")
-        for name in ("rtn", "awq"):
+        for name, title in METHODS.items():
             if found[name] is not None:
                 lost = found[name] / found["full"] - 1
-                lines.append(f"  {name.upper()} {found[name]:.4f} ({lost:+.2%})")
-        if found["recovered"] is not None:
-            lines.append(f"  AWQ takes back {found['recovered']:.0%} of what RTN lost")
+                lines.append(f"  {title} {found[name]:.4f} ({lost:+.2%})")
+        for name, title in (("recovered", "RTN"), ("recovered_of_common", METHODS["common"])):
+            if found[name] is not None:
+                lines.append(f"  AWQ takes back {found[name]:.0%} of what {title} lost")
     return "\n".join(lines)
 
 

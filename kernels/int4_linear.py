@@ -9,7 +9,9 @@
 
 W is rounded once to the dtype of x, the products are summed in fp32. The even and the odd input
 features (low and high nibbles) are multiplied apart, which is the same sum in another order: no
-loop has to weave two streams of nibbles into one.
+loop has to weave two streams of nibbles into one. On Hopper and later, int4_gemm_plan chooses
+among kernels for few rows (int4_gemv), many (int4_gemm) and a decoded weight (int4_gemm_dense);
+elsewhere, in fp32 and for odd group sizes the kernel here serves.
 
 torch's own INT4 product for the CPU is not used: its packing depends on the processor, its fp32
 form is scalar code (0.1 GB/s of weights), and its bf16 form takes twice the time of a plain bf16
@@ -22,7 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from seekforge.kernels.int4 import SYMMETRIC_ZERO, grouped
+from seekforge.kernels.int4 import SYMMETRIC_ZERO, Int4, grouped
+from seekforge.kernels.int4_gemm import many_tokens
+from seekforge.kernels.int4_gemm_dense import dense
+from seekforge.kernels.int4_gemm_plan import Plan, plan
+from seekforge.kernels.int4_gemv import Few, few_tokens
+from seekforge.kernels.int4_layout import readable, supports
 from seekforge.kernels.ops import register
 from seekforge.kernels.triton_support import jit, next_power_of_2, tl
 
@@ -112,7 +119,7 @@ def int4_linear_kernel(  # type: ignore[no-untyped-def]
     tl.store(y + at, acc.to(y.dtype.element_ty), mask=mask)
 
 
-def int4_linear_triton(
+def int4_linear_plain(
     x: Tensor,
     qweight: Tensor,
     scales: Tensor,
@@ -120,7 +127,7 @@ def int4_linear_triton(
     bias: Tensor | None,
     group_size: int,
 ) -> Tensor:
-    x, qweight, scales = x.contiguous(), qweight.contiguous(), scales.contiguous()
+    """The kernel above: any group size, dtype and GPU. All tensors contiguous."""
     out_features, in_features = qweight.shape[0], x.shape[-1]
     y = x.new_empty(*x.shape[:-1], out_features)
     rows = y.numel() // out_features
@@ -130,13 +137,50 @@ def int4_linear_triton(
     block_n, block_k = 64, 32
     grid = (-(-rows // block_m), -(-out_features // block_n))
     int4_linear_kernel[grid](
-        x, qweight, scales,
-        qweight if zeros is None else zeros.contiguous(), x if bias is None else bias.contiguous(),
+        x, qweight, scales, qweight if zeros is None else zeros, x if bias is None else bias,
         y, rows, out_features, in_features, group_size,
         ZEROS=zeros is not None, BIAS=bias is not None,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
     )  # fmt: skip
     return y
+
+
+def int4_linear_planned(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    config: Plan,
+) -> Tensor:
+    """With the kernel told; those that int4_layout `supports`. All but x contiguous."""
+    if config is None:
+        return dense(x, Int4(qweight, scales, zeros), bias)
+    rows = readable(x.reshape(-1, x.shape[-1]))
+    y = x.new_empty(*x.shape[:-1], qweight.shape[0])
+    if isinstance(config, Few):
+        few_tokens(rows, qweight, scales, zeros, bias, y, config)
+    else:
+        many_tokens(rows, qweight, scales, zeros, bias, y, config)
+    return y
+
+
+def int4_linear_triton(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+) -> Tensor:
+    qweight, scales = qweight.contiguous(), scales.contiguous()
+    zeros = None if zeros is None else zeros.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    rows, in_features = x.numel() // x.shape[-1], x.shape[-1]
+    if not rows or not supports(x, group_size):
+        return int4_linear_plain(x.contiguous(), qweight, scales, zeros, bias, group_size)
+    config = plan(rows, qweight.shape[0], in_features)
+    return int4_linear_planned(x, qweight, scales, zeros, bias, config)
 
 
 def _fake(

@@ -11,11 +11,14 @@
     down_zeros       like down_scales, uint8, or None
     y                [..., hidden]
 
-Computes what `moe_experts` computes with the decoded weights. On the CPU only the experts that some
-token chose are read, each decoded once, one after the other.
+Computes what `moe_experts` computes with the decoded weights. Only the experts that some token
+chose are read; on the CPU each is decoded once, one after the other.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +26,10 @@ from torch.nn.functional import silu
 
 from seekforge.kernels.gemv import int4_gemv
 from seekforge.kernels.int4_linear import int4_linear_reference
+from seekforge.kernels.moe_config import DEFAULT, Config, GemmConfig, GemvConfig, moe_config
+from seekforge.kernels.moe_int4_gemm import moe_int4_gemm_triton, takes
+from seekforge.kernels.moe_int4_gemv import in_words, moe_int4_gemv_triton
+from seekforge.kernels.moe_int4_plain import moe_int4_plain_triton
 from seekforge.kernels.ops import register
 from seekforge.kernels.swiglu import swiglu_reference
 
@@ -70,6 +77,43 @@ def _product(x: Tensor, weight: Packed, expert: int) -> Tensor:
     return int4_linear_reference(x, qweight[expert], scales[expert], zero, None, group_size)
 
 
+def int4_moe_experts_triton(
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up_q: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor | None,
+    down_q: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor | None,
+    group_size: int,
+    config: Config | None = None,
+) -> Tensor:
+    top_k, hidden, intermediate = indices.shape[-1], x.shape[-1], 2 * down_q.shape[-1]
+    tokens = x.reshape(-1, hidden).contiguous()
+    if not tokens.shape[0]:
+        return x.new_empty(x.shape)
+    config = config or moe_config(
+        "int4_moe_experts", tokens=tokens.shape[0], pairs=indices.numel(),
+        experts=gate_up_q.shape[0],
+    )  # fmt: skip
+    groups = gate_up_scales.shape[-1], down_scales.shape[-1]
+    if isinstance(config, GemvConfig) and not in_words(hidden, intermediate, *groups):
+        config = DEFAULT
+    run: Any = partial(moe_int4_gemv_triton, config=config)
+    if isinstance(config, GemmConfig):
+        fits = takes(x.dtype, hidden // groups[0], intermediate // groups[1])
+        run = partial(moe_int4_gemm_triton, config=config) if fits else moe_int4_plain_triton
+    packed = (gate_up_q, gate_up_scales, gate_up_zeros, down_q, down_scales, down_zeros)
+    y: Tensor = run(
+        tokens, weights.reshape(-1, top_k).float().contiguous(),
+        indices.reshape(-1, top_k).contiguous(),
+        *(None if part is None else part.contiguous() for part in packed),
+    )  # fmt: skip
+    return y.view(x.shape)
+
+
 def _fake(
     x: Tensor,
     weights: Tensor,
@@ -91,6 +135,7 @@ int4_moe_experts = register(
     "Tensor down_q, Tensor down_scales, Tensor? down_zeros, int group_size) -> Tensor",
     reference=int4_moe_experts_reference,
     fake=_fake,
+    cuda=int4_moe_experts_triton,
 )
 
 

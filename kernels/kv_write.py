@@ -21,29 +21,77 @@ from seekforge.kernels.tuning import overlaps_launches
 FP8_MAX = 448.0
 
 
+def quantise_heads(x: Tensor, pool_dtype: torch.dtype, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """x [tokens, kv_heads, dim] -> (stored values, scales); `scale` is used for FP8 only."""
+    wide = x.to(torch.float32)
+    if pool_dtype == torch.int8:
+        scale = (wide.abs().amax(-1) / 127).clamp_min(1e-12)
+        scaled = wide / scale[..., None]
+        rounded = torch.trunc(scaled + torch.where(scaled < 0, -0.5, 0.5))
+        return rounded.clamp(-127, 127).to(torch.int8), scale
+    scaled = wide / scale[:, None]
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+def kv_write_reference(
+    k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Scales as above; None for plain pools."""
+    kept = slot_mapping >= 0  # -1 would index the last slot of the last block
+    slots = slot_mapping[kept]
+    for x, pool, scale in ((k[kept], k_pool, k_scale), (v[kept], v_pool, v_scale)):
+        if scale is not None:
+            x, scales = quantise_heads(x, pool.dtype, scale)
+            if pool.dtype == torch.int8:
+                scale.view(-1, scale.shape[-1]).index_copy_(0, slots, scales)
+        if pool.dtype == torch.float8_e4m3fn:  # bytes: index_copy_ has no FP8 form
+            x, pool = x.view(torch.uint8), pool.view(torch.uint8)
+        # view, not flatten: flatten would copy a pool with gaps between its blocks.
+        pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, x)
+
+
 @jit
-def _store_heads(  # type: ignore[no-untyped-def]
-    x, x_head, pool, pool_head, scale, heads, dim,
-    HEADS: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """One token's heads: x + head * x_head -> pool + head * pool_head, each `dim` values."""
-    head = tl.arange(0, HEADS)[:, None].to(tl.int64)
-    d = tl.arange(0, DIM)[None, :]
-    inside = (head < heads) & (d < dim)
-    value = tl.load(x + head * x_head + d, mask=inside, other=0.0)
+def head_scale(top, scale, head, heads, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales of heads [HEADS]: INT8 makes them of the largest |x|, `top`, and writes them."""
     if KIND == "int8":
-        wide = value.to(tl.float32)
-        top = tl.maximum(tl.max(tl.abs(wide), axis=1) / 127.0, 1e-12)
-        tl.store(scale + tl.arange(0, HEADS), top, mask=tl.arange(0, HEADS) < heads)
+        by = tl.maximum(top / 127.0, 1e-12)
+        tl.store(scale + head, by, mask=head < heads)
+    else:
+        by = tl.load(scale + head, mask=head < heads, other=1.0)
+    return by
+
+
+@jit
+def quantised(value, by, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """value [HEADS, columns] in the form of the pool, by the heads' scales [HEADS]."""
+    scaled = value.to(tl.float32) / by[:, None]
+    if KIND == "int8":
         # Round half away from zero, in plain operations that every target has.
-        scaled = wide / top[:, None]
         scaled = tl.where(scaled < 0, scaled - 0.5, scaled + 0.5)
-        value = tl.minimum(tl.maximum(scaled, -127.0), 127.0).to(tl.int8)
-    if KIND == "fp8":
-        by = tl.load(scale + tl.arange(0, HEADS), mask=tl.arange(0, HEADS) < heads, other=1.0)
-        scaled = value.to(tl.float32) / by[:, None]
-        value = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
-    tl.store(pool + head * pool_head + d, value, mask=inside)
+        stored = tl.minimum(tl.maximum(scaled, -127.0), 127.0).to(tl.int8)
+    else:
+        stored = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
+    return stored
+
+
+@jit
+def largest(value):  # type: ignore[no-untyped-def]
+    """The largest |x| of each row."""
+    return tl.max(tl.abs(value.to(tl.float32)), axis=1)
+
+
+@jit
+def store_heads(  # type: ignore[no-untyped-def]
+    x, pool, scale, head, heads, DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr
+):
+    """Heads of one token, `head` [HEADS] of `heads`: from x to pool, pointers [HEADS, 1]."""
+    d = tl.arange(0, PAD)[None, :]
+    inside = (head < heads)[:, None] & (d < DIM)
+    value = tl.load(x + d, mask=inside, other=0.0)
+    if KIND != "plain":
+        value = quantised(value, head_scale(largest(value), scale, head, heads, KIND), KIND)
+    tl.store(pool + d, value, mask=inside)
 
 
 @jit
@@ -51,9 +99,8 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]
     k, v, k_pool, v_pool, k_scale, v_scale, slot_mapping,
     k_token, k_head, v_token, v_head, slot_stride,
     k_block, k_slot, k_pool_head, v_block, v_slot, v_pool_head,
-    heads, qk_dim, v_dim, block_size,
-    HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr, KIND: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    heads, block_size, HEADS: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    QK: tl.constexpr, V: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -67,13 +114,17 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]
         if KIND == "int8":
             k_scales += slot * heads
             v_scales += slot * heads
-        _store_heads(
-            k + token * k_token, k_head, k_pool + block * k_block + offset * k_slot,
-            k_pool_head, k_scales, heads, qk_dim, HEADS, QK, KIND,
+        head = tl.arange(0, HEADS)
+        wide = head[:, None].to(tl.int64)
+        store_heads(
+            k + token * k_token + wide * k_head,
+            k_pool + block * k_block + offset * k_slot + wide * k_pool_head,
+            k_scales, head, heads, QK_DIM, QK, KIND,
         )  # fmt: skip
-        _store_heads(
-            v + token * v_token, v_head, v_pool + block * v_block + offset * v_slot,
-            v_pool_head, v_scales, heads, v_dim, HEADS, V, KIND,
+        store_heads(
+            v + token * v_token + wide * v_head,
+            v_pool + block * v_block + offset * v_slot + wide * v_pool_head,
+            v_scales, head, heads, V_DIM, V, KIND,
         )  # fmt: skip
 
 
@@ -96,7 +147,8 @@ def kv_write_triton(
         slot_mapping,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), slot_mapping.stride(0),
         *k_pool.stride()[:3], *v_pool.stride()[:3],
-        heads, qk_dim, v.shape[2], k_pool.shape[1],
-        HEADS=next_power_of_2(heads), QK=next_power_of_2(qk_dim), V=next_power_of_2(v.shape[2]),
+        heads, k_pool.shape[1],
+        HEADS=next_power_of_2(heads), QK_DIM=qk_dim, V_DIM=v.shape[2],
+        QK=next_power_of_2(qk_dim), V=next_power_of_2(v.shape[2]),
         KIND=pool_kind(k_pool), OVERLAP=overlap, num_warps=4 if heads * qk_dim > 512 else 1,
     )  # fmt: skip

@@ -10,16 +10,22 @@
 
 The sum over the experts is accumulated in fp32 and cast to x's dtype once. In fp16 an expert is
 computed in fp32 throughout: the products of models trained in bf16 pass 65504 (bf16 holds them).
-On the CPU only the weights of experts that some token chose are read.
+Only the weights of experts that some token chose are read.
+On a GPU the sum over the experts has one order: equal inputs give equal results.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from seekforge.kernels.gemv import in_memory
+from seekforge.kernels.moe_config import Config, GemvConfig, moe_config
+from seekforge.kernels.moe_gemm import moe_gemm_triton
+from seekforge.kernels.moe_gemv import moe_gemv_triton
 from seekforge.kernels.ops import register
 from seekforge.kernels.swiglu import swiglu_reference
 
@@ -61,6 +67,25 @@ def moe_experts_reference(
     return y.to(x.dtype).view(x.shape)
 
 
+def moe_experts_triton(
+    x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor,
+    config: Config | None = None,
+) -> Tensor:  # fmt: skip
+    top_k = indices.shape[-1]
+    tokens = x.reshape(-1, x.shape[-1]).contiguous()
+    if not tokens.shape[0]:
+        return x.new_empty(x.shape)
+    config = config or moe_config(
+        "moe_experts", tokens=tokens.shape[0], pairs=indices.numel(), experts=gate_up.shape[0]
+    )
+    run: Any = moe_gemv_triton if isinstance(config, GemvConfig) else moe_gemm_triton
+    y: Tensor = run(
+        tokens, weights.reshape(-1, top_k).float().contiguous(),
+        indices.reshape(-1, top_k).contiguous(), gate_up.contiguous(), down.contiguous(), config,
+    )  # fmt: skip
+    return y.view(x.shape)
+
+
 def _fake(x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -69,6 +94,7 @@ moe_experts = register(
     "moe_experts(Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down) -> Tensor",
     reference=moe_experts_reference,
     fake=_fake,
+    cuda=moe_experts_triton,
 )
 
 

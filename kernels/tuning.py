@@ -1,17 +1,42 @@
-"""Configurations of the attention kernels, measured on an H200 and kept as data.
+"""Configurations of the kernels, measured on an H200 and kept as data in h200.json.
 
-A configuration is chosen from what the host knows without waiting for the device: dtypes, shapes
-(a block table's width bounds the context) and the number of multiprocessors. Shapes or processors
-without a row of their own take the nearest row above; the last row of a table is the default.
+The file maps an operator to its rows: flat objects of the shape class they are for and of the
+configuration's values. `seekforge bench kernels --tune` refreshes it. A configuration is chosen
+from what the host knows without waiting for the device: dtypes, shapes (a block table's width
+bounds the context) and the number of multiprocessors. Other processors take the same rows.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+
+PATH = Path(__file__).with_name("h200.json")
+
+
+@functools.cache
+def _file() -> dict[str, list[dict[str, Any]]]:
+    content: dict[str, list[dict[str, Any]]] = json.loads(PATH.read_text(encoding="utf-8"))
+    return content
+
+
+def rows(op: str) -> list[dict[str, Any]]:
+    """The rows of an operator in the file's order, shared: not to be changed. Empty: none."""
+    return _file().get(op, [])
+
+
+def first(op: str, **sizes: float) -> dict[str, Any] | None:
+    """The first row of an operator whose limits these sizes do not exceed; null is no limit."""
+    for row in rows(op):
+        if all(row[name] is None or size <= row[name] for name, size in sizes.items()):
+            return row
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,80 +52,56 @@ class Config:
     stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """A row of the table below; waves: programs per multiprocessor aimed at by splitting."""
-
-    block_n: int
-    waves: float
-    warps: int
-    stages: int
-
-
-# dtype or kind of the pools -> rows of (most tiles per multiprocessor, smallest block, Decode).
-# Blocks below 64 tokens cost more instructions a token, so there two programs share a processor.
-DECODE: dict[str, list[tuple[float, int, Decode]]] = {
-    "bfloat16": [
-        (0.5, 1, Decode(64, 1.0, 4, 3)),
-        (1.2, 64, Decode(128, 1.0, 4, 3)),
-        (1.2, 1, Decode(128, 2.0, 4, 2)),
-        (math.inf, 1, Decode(64, 1.0, 4, 4)),
-    ],
-    "int8": [(math.inf, 1, Decode(128, 1.0, 4, 4))],
-    "fp8": [(math.inf, 1, Decode(128, 1.0, 4, 4))],
-    "float32": [(math.inf, 1, Decode(32, 2.0, 4, 2))],
-}
-
-
 def decode_config(
     kind: str, *, tiles: int, context: int, block_size: int, dim: int, processors: int
 ) -> Config:
-    """kind: "int8", "fp8" or the dtype of q and the pools; tiles: sequences x KV heads."""
-    rows = DECODE.get(kind, DECODE["bfloat16"])
+    """kind: "int8", "fp8" or the dtype of q and the pools; tiles: sequences x KV heads.
+
+    A row serves up to `load` tiles per multiprocessor (null: any) and blocks from `block_size`
+    tokens on: blocks below 64 tokens cost more instructions a token, so there two programs share a
+    processor. waves: programs per multiprocessor aimed at by splitting. A kind without rows takes
+    those of bfloat16.
+    """
     load = tiles / processors
-    row = next(row for most, least, row in rows if load <= most and block_size >= least)
-    block_n = row.block_n if dim <= 128 else max(16, row.block_n // 2)
+    found = next(
+        row
+        for row in _of_kind("paged_decode", kind)
+        if load <= (row["load"] or math.inf) and block_size >= row["block_size"]
+    )
+    block_n = found["block_n"] if dim <= 128 else max(16, found["block_n"] // 2)
     most = -(-context // block_n)
-    splits = max(1, min(most, 128, int(row.waves * processors / tiles)))
-    return Config(16, block_n, splits, row.warps, row.stages)
-
-
-# dtype of q and the pools -> with bulk copies of whole tiles, and without; head dims up to 128
-PREFILL: dict[str, tuple[Config, Config]] = {
-    "bfloat16": (Config(64, 64, 1, 4, 3), Config(128, 64, 1, 8, 4)),
-    "float32": (Config(32, 32, 1, 4, 2), Config(32, 32, 1, 4, 2)),
-}
+    splits = max(1, min(most, 128, int(found["waves"] * processors / tiles)))
+    return Config(16, block_n, splits, found["warps"], found["stages"])
 
 
 def prefill_config(kind: str, dim: int, *, tiles: bool) -> Config:
-    """kind: the dtype of q and the pools; tiles: whether the pools have them (paged_prefill.py)."""
-    row = PREFILL.get(kind, PREFILL["bfloat16"])[0 if tiles else 1]
+    """kind: the dtype of q and the pools; tiles: whether the pools have them (paged_prefill.py).
+
+    The rows are for head dims up to 128; beyond, half of both blocks.
+    """
+    found = next(row for row in _of_kind("paged_prefill", kind) if row["tiles"] == tiles)
     if dim <= 128:
-        return row
-    return Config(max(16, row.block_m // 2), max(16, row.block_n // 2), 1, 4, 2)
-
-
-# (dtype, rows of one token: up to 16 heads, or more) -> row; waves as in Decode
-MLA: dict[tuple[str, bool], tuple[int, int, float, int, int]] = {
-    # block_m, block_n, waves, warps, stages
-    ("bfloat16", False): (16, 64, 1.0, 4, 3),
-    ("bfloat16", True): (64, 64, 1.0, 8, 2),
-    ("float32", False): (16, 16, 1.0, 4, 1),
-    ("float32", True): (16, 16, 1.0, 4, 1),
-}
+        return Config(found["block_m"], found["block_n"], 1, found["warps"], found["stages"])
+    return Config(max(16, found["block_m"] // 2), max(16, found["block_n"] // 2), 1, 4, 2)
 
 
 def mla_config(
     kind: str, *, tokens: int, sequences: int, heads: int, context: int, processors: int
 ) -> Config:
+    """A row is for few or `many` rows of one token (up to 32 heads, or more); waves as above."""
     many = heads > 32 or tokens > 4 * sequences
-    if kind != "float32":
-        kind = "bfloat16"
-    block_m, block_n, waves, warps, stages = MLA[kind, many]
+    found = next(row for row in _of_kind("paged_mla_decode", kind) if row["many"] == many)
+    block_m, block_n = found["block_m"], found["block_n"]
     tiles = max(1, tokens * heads // block_m)
     most = -(-context // block_n)
-    splits = max(1, min(most, 64, int(waves * processors / tiles)))
-    return Config(block_m, block_n, splits, warps, stages)
+    splits = max(1, min(most, 64, int(found["waves"] * processors / tiles)))
+    return Config(block_m, block_n, splits, found["warps"], found["stages"])
+
+
+@functools.cache
+def _of_kind(op: str, kind: str) -> list[dict[str, Any]]:
+    found = [row for row in rows(op) if row["kind"] == kind]
+    return found or [row for row in rows(op) if row["kind"] == "bfloat16"]
 
 
 @functools.lru_cache
@@ -113,5 +114,11 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.lru_cache
 def overlaps_launches(device: torch.device) -> bool:
-    """Whether a kernel may start before the one before it has ended: Hopper and later."""
+    """Whether a kernel may start before the one before it has ended: Hopper and later.
+
+    Such a kernel waits (gdc_wait) before it writes anything, and before it reads what the launch
+    before it may have written. What it reads earlier must be older: weights, index tensors. A
+    kernel that waits lets the next one start (gdc_launch_dependents) only afterwards, so that "the
+    launch before" is one launch and not a chain of them.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

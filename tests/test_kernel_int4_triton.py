@@ -1,0 +1,239 @@
+"""The GPU kernels behind int4_linear: each against the decoded weight, and the choice among them.
+
+The Gluon kernels run on a GPU only; here they are compiled for one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seekforge.kernels import int4_gemm_plan, int4_layout
+from seekforge.kernels.int4 import Int4, dequantise, quantise
+from seekforge.kernels.int4_gemm import Many, many_tokens_kernel
+from seekforge.kernels.int4_gemm_dense import decode_weight
+from seekforge.kernels.int4_gemm_merge import merge_parts
+from seekforge.kernels.int4_gemm_plan import DEFAULT, Plan, as_plan, plan
+from seekforge.kernels.int4_gemv import Few, few_tokens_kernel
+from seekforge.kernels.int4_layout import (
+    fragment_order,
+    fragment_order_reference,
+    readable,
+    supports,
+)
+from seekforge.kernels.int4_linear import int4_linear_planned, int4_linear_triton
+from seekforge.kernels.tolerance import assert_close
+from seekforge.kernels.tuning import rows as rows_of
+
+FEW = [Few(16, 1, 8, 2, False), Few(32, 1, 4, 1, True), Few(64, 2, 4, 1, False, 3)]
+MANY = [Many(64, 64, 4, 4, False), Many(128, 128, 8, 4, True), Many(128, 32, 4, 4, False, 2)]
+# rows, out_features, in_features, group_size; units that are not full, rows of a block that are not
+CASES = [
+    (1, 300, 1024, 128),
+    (7, 136, 2048, 64),
+    (16, 520, 1152, 128),
+    (3, 96, 1056, 32),
+    (33, 257, 1088, 64),
+    (130, 384, 1536, 256),
+]
+
+
+def draw(
+    rows: int, n: int, k: int, group_size: int, dtype: torch.dtype, symmetric: bool
+) -> tuple[Tensor, Int4, Tensor]:
+    random = torch.Generator().manual_seed(rows + n + k)
+    x = torch.randn(rows, k, generator=random).to(dtype)
+    weight = quantise(torch.randn(n, k, generator=random).to(dtype), group_size, symmetric)
+    return x, weight, torch.randn(n, generator=random).to(dtype)
+
+
+def test_fragment_order(kernel_device: str, poisoned: None) -> None:
+    wide = torch.randn(3, 2 * 1280, device=kernel_device).bfloat16()
+    for x in (wide[:, :384], wide[:, :320].contiguous(), wide[:1, 4:1284]):
+        padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 128))
+        assert torch.equal(fragment_order(x), fragment_order_reference(padded)), f"{x.shape=}"
+
+
+def test_fragments_hold_a_lanes_words() -> None:
+    """Lane t of a quad has words 8t..8t+7; the matrix unit's step s takes its columns 16s + 2t,
+    + 1, + 8, + 9."""
+    order = fragment_order_reference(torch.arange(128)[None])[0].view(4, 2, 2, 4, 2)
+    for p in range(4):
+        for t in range(4):
+            lane = order[p, :, :, t].flatten()  # step, upper half, pair
+            assert lane.tolist() == [4 * (8 * t + e) + p for e in range(8)], f"{p=} {t=}"
+
+
+def test_merge_parts(kernel_device: str, poisoned: None) -> None:
+    for splits, rows, n in ((2, 3, 700), (5, 1, 33)):
+        parts = torch.randn(splits, rows, n, device=kernel_device)
+        bias = torch.randn(n, device=kernel_device).bfloat16()
+        for b in (bias, None):
+            y = torch.empty(rows, n, device=kernel_device, dtype=torch.bfloat16)
+            merge_parts(parts, b, y)
+            right = parts.sum(0) + (0 if b is None else b.float())
+            assert_close(y, right.bfloat16(), f"{splits=} {rows=} {n=}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k", "group_size"), [(65, 320, 64), (24, 72, 36), (3, 1088, 32)])
+def test_decoded_weight(
+    kernel_device: str, poisoned: None, dtype: torch.dtype, n: int, k: int, group_size: int
+) -> None:
+    for symmetric in (True, False):
+        x, w, _ = draw(1, n, k, group_size, dtype, symmetric)
+        zeros = None if w.zeros is None else w.zeros.to(kernel_device)
+        given = Int4(w.qweight.to(kernel_device), w.scales.to(kernel_device), zeros)
+        decoded = decode_weight(given, x.to(kernel_device))
+        assert torch.equal(decoded.cpu(), dequantise(w)), f"{symmetric=}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "n", "k", "group_size"), CASES)
+def test_hopper_kernels(
+    poisoned: None, dtype: torch.dtype, rows: int, n: int, k: int, group_size: int
+) -> None:
+    if not supports(torch.empty(1, k, device="cuda", dtype=dtype), group_size):
+        pytest.skip("no Hopper GPU or no Gluon")
+    configs: list[Plan] = [*(FEW if rows <= 33 else []), *(MANY if rows > 3 else []), None]
+    for i, config in enumerate(configs):
+        symmetric, with_bias = i % 2 == 0, i % 3 != 1
+        x, w, bias = draw(rows, n, k, group_size, dtype, symmetric)
+        right = x.float() @ dequantise(w, torch.float32).T + (bias.float() if with_bias else 0)
+        args = (x, w.qweight, w.scales, w.zeros, bias if with_bias else None)
+        on_gpu: list[Any] = [None if t is None else t.cuda() for t in args]
+        y = int4_linear_planned(*on_gpu, config)
+        assert_close(y.cpu(), right.to(dtype), f"{config=} {symmetric=} {with_bias=}")
+        again = int4_linear_planned(*on_gpu, config)
+        assert torch.equal(y, again), f"{config=}: two runs differ"
+
+
+@pytest.mark.gpu
+def test_strided_and_misaligned(poisoned: None) -> None:
+    """x with rows apart, with columns apart, and from an odd address."""
+    _, w, bias = draw(5, 100, 256, 64, torch.bfloat16, False)
+    assert w.zeros is not None
+    weight = [t.cuda() for t in (w.qweight, w.scales, w.zeros, bias)]
+    wide = torch.randn(5, 600, device="cuda").bfloat16()
+    for x in (wide[:, :256], wide[:, 1:257], wide[:, ::2][:, :256], wide.T[:256].T):
+        right = x.float() @ dequantise(w, torch.float32).cuda().T + weight[3].float()
+        y = int4_linear_triton(x, *weight, 64)
+        assert_close(y, right.bfloat16(), f"{x.stride()=} {x.storage_offset()=}")
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    x, w, _ = draw(1, 512, 512, 128, torch.bfloat16, True)
+    x, q, s = x.cuda(), w.qweight.cuda(), w.scales.cuda()
+    int4_linear_triton(x, q, s, None, None, 128)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):  # each reads what the launch before it writes
+            y = int4_linear_triton(x, q, s, None, None, 128)
+            x = y / 64
+    graph.replay()
+    torch.cuda.synchronize()
+    right = draw(1, 512, 512, 128, torch.bfloat16, True)[0].cuda()
+    for _ in range(3):
+        eager = int4_linear_triton(right, q, s, None, None, 128)
+        right = eager / 64
+    assert torch.equal(y, eager)
+
+
+def test_readable_copies_only_what_it_must() -> None:
+    wide = torch.randn(4, 64).bfloat16()
+    for x, same in ((wide, True), (wide[:, :32], True), (wide[:, 4:36], True)):
+        assert (readable(x).data_ptr() == x.data_ptr()) is same
+    for x in (wide[:, 1:33], wide[:, ::2], wide.T):
+        y = readable(x)
+        assert torch.equal(x, y) and y.stride(1) == 1
+        assert y.view(torch.int64).shape == (x.shape[0], x.shape[1] // 4)
+
+
+def test_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    x = torch.empty(2, 256, dtype=torch.bfloat16)
+    assert not supports(x, 128)  # a CPU
+    monkeypatch.setattr(int4_layout, "overlaps_launches", lambda device: True)
+    assert supports(x, 128) and supports(x, 64) and supports(x[:, :96], 32) and supports(x, 256)
+    assert not supports(x, 16) and not supports(x[:, :72], 36) and not supports(x[:, :48], 16)
+    assert not supports(x.float(), 128)
+
+
+def test_plan_takes_the_nearest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"kernel": "few", "row_warps": 1, "k_warps": 8, "unroll": 1, "prefetch": False}
+    many = {"kernel": "many", "block_n": 64, "block_m": 64, "warps": 4, "stages": 4}
+    rows = [
+        {"rows": 1, "out_features": 4096, "in_features": 4096, **few, "block_n": 16},
+        {"rows": 1, "out_features": 30000, "in_features": 4096, **few, "block_n": 32},
+        {"rows": 64, "out_features": 4096, "in_features": 4096, **many, "scaled": True},
+        {"rows": None, "out_features": 4096, "in_features": 4096, "kernel": "dense"},
+    ]
+    monkeypatch.setattr(int4_gemm_plan, "rows_of", lambda op: rows)
+    plan.cache_clear()
+    assert plan(1, 5000, 4096) == Few(16, 1, 8, 1, False)
+    assert plan(1, 20000, 3584) == Few(32, 1, 8, 1, False)
+    assert plan(2, 20000, 3584) == Many(64, 64, 4, 4, True)
+    assert plan(65, 4096, 4096) is None
+    monkeypatch.setattr(int4_gemm_plan, "rows_of", lambda op: [])
+    plan.cache_clear()
+    assert plan(1, 4096, 4096) == DEFAULT[0][1]
+    plan.cache_clear()
+
+
+def test_rows_of_the_file_are_plans() -> None:
+    rows = rows_of("int4_linear")
+    configs = [as_plan(row) for row in rows] + [config for _, config in DEFAULT]
+    for config in configs:
+        if isinstance(config, Few):
+            assert config.block_n >= 16 * config.row_warps, config
+            assert config.k_warps * config.row_warps <= 32, config
+        if isinstance(config, Many):
+            shared = config.stages * (64 * config.block_n + 256 * config.block_m)
+            assert config.stages >= 3 and shared <= 227 * 1024, config
+            assert config.block_n in (16 * config.warps, 32 * config.warps), config
+    assert not rows or math.inf in [row["rows"] or math.inf for row in rows], "no row for many rows"
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
+    """A Gluon kernel, compiled for Hopper."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    source = GluonASTSource(
+        kernel,
+        {name: types.get(name, "constexpr" if name in constants else "i32") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in constants},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+POINTERS = {"qweight": "*i16", "zeros": "*u8", "parts": "*fp32"}
+
+
+@pytest.mark.parametrize(("group_size", "name"), [(128, "bf16"), (64, "fp16")])
+def test_kernels_compile_without_spills_or_conversions(group_size: int, name: str) -> None:
+    """Loads of 16 bytes, and no way through shared memory before the last sum."""
+    pytest.importorskip("triton.experimental.gluon", reason="Triton without Gluon")
+    types = POINTERS | {key: f"*{name}" for key in ("scales", "bias", "y")}
+    flags = {"ZEROS": True, "BIAS": True, "EVEN": True, "SPLIT": False, "GROUP": group_size}
+    few = compiled(
+        few_tokens_kernel, types | {"x": "*i64"},
+        flags | {"BLOCK_M": 1, "BLOCK_N": 16, "ROW_WARPS": 1, "K_WARPS": 8, "UNROLL": 1}
+        | {"PREFETCH": False}, 8,
+    )  # fmt: skip
+    ptx = few.asm["ptx"]
+    assert ptx.count("mma.sync") == 8 and "v4.b32" in ptx and "ldmatrix" not in ptx
+    many = compiled(
+        many_tokens_kernel, types | {"x": f"*{name}"},
+        flags | {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 4, "SCALED": group_size == 64}, 4,
+    )  # fmt: skip
+    assert many.asm["ptx"].count("wgmma.mma_async") == 8
