@@ -26,7 +26,7 @@ from torch.nn.functional import silu
 
 from seekforge.kernels.gemv import int4_gemv
 from seekforge.kernels.int4_linear import int4_linear_reference
-from seekforge.kernels.moe_config import DEFAULT, Config, GemmConfig, GemvConfig, moe_config
+from seekforge.kernels.moe_config import DEFAULT, Config, GemvConfig, moe_config
 from seekforge.kernels.moe_int4_gemm import moe_int4_gemm_triton, takes
 from seekforge.kernels.moe_int4_gemv import in_words, moe_int4_gemv_triton
 from seekforge.kernels.moe_int4_plain import moe_int4_plain_triton
@@ -101,10 +101,11 @@ def int4_moe_experts_triton(
     groups = gate_up_scales.shape[-1], down_scales.shape[-1]
     if isinstance(config, GemvConfig) and not in_words(hidden, intermediate, *groups):
         config = DEFAULT
-    run: Any = partial(moe_int4_gemv_triton, config=config)
-    if isinstance(config, GemmConfig):
-        fits = takes(x.dtype, hidden // groups[0], intermediate // groups[1])
-        run = partial(moe_int4_gemm_triton, config=config) if fits else moe_int4_plain_triton
+    run: Any = moe_int4_plain_triton
+    if isinstance(config, GemvConfig):
+        run = partial(moe_int4_gemv_triton, config=config)
+    elif takes(x.dtype, hidden // groups[0], intermediate // groups[1]):
+        run = partial(moe_int4_gemm_triton, config=config)
     packed = (gate_up_q, gate_up_scales, gate_up_zeros, down_q, down_scales, down_zeros)
     y: Tensor = run(
         tokens, weights.reshape(-1, top_k).float().contiguous(),

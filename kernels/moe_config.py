@@ -1,7 +1,7 @@
 """Configurations of the mixture of experts' kernels; the rows of h200.json and their defaults.
 
-A row serves up to `tokens` tokens and `load` pairs per expert (tokens * top_k / experts; null: any),
-the first that fits is taken. A row without m is for the matrix-vector kernels.
+A row serves up to `tokens` tokens and `load` pairs per expert, tokens * top_k / experts (null: any
+number); the first that fits is taken. A row without m is for the matrix-vector kernels.
 """
 
 from __future__ import annotations

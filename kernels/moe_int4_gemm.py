@@ -217,8 +217,8 @@ def moe_int4_gemm_triton(
         num_stages=config.stages, **shared,
     )  # fmt: skip
     down_int4_kernel[(-(-hidden // config.down_n), tiles.shape[0])](
-        as_words(inner, torch.int64), weights, pairs, tiles, as_words(down_q, torch.int16), down_scales,
-        down_scales if down_zeros is None else down_zeros, parts,
+        as_words(inner, torch.int64), weights, pairs, tiles, as_words(down_q, torch.int16),
+        down_scales, down_scales if down_zeros is None else down_zeros, parts,
         tokens * top_k * intermediate // 4, GROUPS=down_scales.shape[-1],
         ZEROS=down_zeros is not None, BLOCK_N=config.down_n, num_warps=config.down_warps,
         num_stages=config.down_stages, **shared,

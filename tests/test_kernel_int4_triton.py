@@ -6,6 +6,8 @@ The Gluon kernels run on a GPU only; here they are compiled for one.
 from __future__ import annotations
 
 import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -49,6 +51,15 @@ def draw(
     x = torch.randn(rows, k, generator=random).to(dtype)
     weight = quantise(torch.randn(n, k, generator=random).to(dtype), group_size, symmetric)
     return x, weight, torch.randn(n, generator=random).to(dtype)
+
+
+@pytest.fixture
+def hopper() -> None:
+    """A GPU for which the Gluon kernels are."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    if not supports(torch.empty(1, 128, device="cuda", dtype=torch.bfloat16), 128):
+        pytest.skip("no Hopper GPU, or Triton without Gluon")
 
 
 def test_fragment_order(kernel_device: str, poisoned: None) -> None:
@@ -96,10 +107,8 @@ def test_decoded_weight(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "n", "k", "group_size"), CASES)
 def test_hopper_kernels(
-    poisoned: None, dtype: torch.dtype, rows: int, n: int, k: int, group_size: int
+    hopper: None, poisoned: None, dtype: torch.dtype, rows: int, n: int, k: int, group_size: int
 ) -> None:
-    if not supports(torch.empty(1, k, device="cuda", dtype=dtype), group_size):
-        pytest.skip("no Hopper GPU or no Gluon")
     configs: list[Plan] = [*(FEW if rows <= 33 else []), *(MANY if rows > 3 else []), None]
     for i, config in enumerate(configs):
         symmetric, with_bias = i % 2 == 0, i % 3 != 1
@@ -107,27 +116,28 @@ def test_hopper_kernels(
         right = x.float() @ dequantise(w, torch.float32).T + (bias.float() if with_bias else 0)
         args = (x, w.qweight, w.scales, w.zeros, bias if with_bias else None)
         on_gpu: list[Any] = [None if t is None else t.cuda() for t in args]
-        y = int4_linear_planned(*on_gpu, config)
+        given, q, s, z, b = on_gpu
+        y = int4_linear_planned(given, q, s, z, b, config)
         assert_close(y.cpu(), right.to(dtype), f"{config=} {symmetric=} {with_bias=}")
-        again = int4_linear_planned(*on_gpu, config)
+        again = int4_linear_planned(given, q, s, z, b, config)
         assert torch.equal(y, again), f"{config=}: two runs differ"
 
 
 @pytest.mark.gpu
-def test_strided_and_misaligned(poisoned: None) -> None:
+def test_strided_and_misaligned(hopper: None, poisoned: None) -> None:
     """x with rows apart, with columns apart, and from an odd address."""
     _, w, bias = draw(5, 100, 256, 64, torch.bfloat16, False)
     assert w.zeros is not None
-    weight = [t.cuda() for t in (w.qweight, w.scales, w.zeros, bias)]
+    q, s, z, b = (t.cuda() for t in (w.qweight, w.scales, w.zeros, bias))
     wide = torch.randn(5, 600, device="cuda").bfloat16()
     for x in (wide[:, :256], wide[:, 1:257], wide[:, ::2][:, :256], wide.T[:256].T):
-        right = x.float() @ dequantise(w, torch.float32).cuda().T + weight[3].float()
-        y = int4_linear_triton(x, *weight, 64)
+        right = x.float() @ dequantise(w, torch.float32).cuda().T + b.float()
+        y = int4_linear_triton(x, q, s, z, b, 64)
         assert_close(y, right.bfloat16(), f"{x.stride()=} {x.storage_offset()=}")
 
 
 @pytest.mark.gpu
-def test_in_a_cuda_graph() -> None:
+def test_in_a_cuda_graph(hopper: None) -> None:
     x, w, _ = draw(1, 512, 512, 128, torch.bfloat16, True)
     x, q, s = x.cuda(), w.qweight.cuda(), w.scales.cuda()
     int4_linear_triton(x, q, s, None, None, 128)
@@ -200,40 +210,43 @@ def test_rows_of_the_file_are_plans() -> None:
     assert not rows or math.inf in [row["rows"] or math.inf for row in rows], "no row for many rows"
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
-    """A Gluon kernel, compiled for Hopper."""
+def ptx(kernel: str, dtype: str, group_size: int) -> str:
+    """A Gluon kernel compiled for Hopper."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    names = kernel.arg_names
-    source = GluonASTSource(
-        kernel,
-        {name: types.get(name, "constexpr" if name in constants else "i32") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in constants},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-
-
-POINTERS = {"qweight": "*i16", "zeros": "*u8", "parts": "*fp32"}
-
-
-@pytest.mark.parametrize(("group_size", "name"), [(128, "bf16"), (64, "fp16")])
-def test_kernels_compile_without_spills_or_conversions(group_size: int, name: str) -> None:
-    """Loads of 16 bytes, and no way through shared memory before the last sum."""
-    pytest.importorskip("triton.experimental.gluon", reason="Triton without Gluon")
-    types = POINTERS | {key: f"*{name}" for key in ("scales", "bias", "y")}
     flags = {"ZEROS": True, "BIAS": True, "EVEN": True, "SPLIT": False, "GROUP": group_size}
-    few = compiled(
-        few_tokens_kernel, types | {"x": "*i64"},
-        flags | {"BLOCK_M": 1, "BLOCK_N": 16, "ROW_WARPS": 1, "K_WARPS": 8, "UNROLL": 1}
-        | {"PREFETCH": False}, 8,
-    )  # fmt: skip
-    ptx = few.asm["ptx"]
-    assert ptx.count("mma.sync") == 8 and "v4.b32" in ptx and "ldmatrix" not in ptx
-    many = compiled(
-        many_tokens_kernel, types | {"x": f"*{name}"},
-        flags | {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 4, "SCALED": group_size == 64}, 4,
-    )  # fmt: skip
-    assert many.asm["ptx"].count("wgmma.mma_async") == 8
+    function: Any
+    if kernel == "few":
+        function, x, warps = few_tokens_kernel, "*i64", 8
+        flags |= {"BLOCK_M": 1, "BLOCK_N": 16, "ROW_WARPS": 1, "K_WARPS": 8, "UNROLL": 1}
+        flags |= {"PREFETCH": False}
+    else:
+        function, x, warps = many_tokens_kernel, f"*{dtype}", 4
+        flags |= {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 4, "SCALED": group_size < 128}
+    types = {"x": x, "qweight": "*i16", "zeros": "*u8", "parts": "*fp32"}
+    types |= dict.fromkeys(("scales", "bias", "y"), f"*{dtype}") | dict.fromkeys(flags, "constexpr")
+    names = function.arg_names
+    source = GluonASTSource(
+        function,
+        {name: types.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in flags.items()},
+        {(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in flags},
+    )
+    options = {"num_warps": warps}
+    return str(triton.compile(source, GPUTarget("cuda", 90, 32), options).asm["ptx"])
+
+
+def test_compiled_without_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads of 16 bytes; weights take no way through shared memory between load and product."""
+    pytest.importorskip("triton.experimental.gluon", reason="Triton without Gluon")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the interpreter replaces the language
+    cases = [("few", "bf16", 128), ("few", "fp16", 64), ("many", "bf16", 128), ("many", "fp16", 64)]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        done = list(process.map(ptx, *zip(*cases, strict=True)))
+    for (kernel, *_), code in zip(cases, done, strict=True):
+        product = "mma.sync" if kernel == "few" else "wgmma.mma_async"
+        load = "ld.global.v4.b32" if kernel == "few" else "cp.async.cg.shared.global"
+        assert code.count(product) == 8, kernel
+        assert load in code and "ldmatrix" not in code, kernel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from seekforge.kernels.tolerance import assert_close
 from tests.test_kernel_moe_experts import in_fp64
 
 E, K = 7, 3
-GEMV = GemvConfig(2, 16, 1, 4, 32, 2)
+run: Any = moe_experts_triton  # called with tuples of tensors
+GEMV = GemvConfig(16, 16, 1, 16, 32, 2)
 SMALL = GemmConfig(16, 16, 16, 4, 2, 16, 32, 4, 2)
 BULK = GemmConfig(16, 16, 16, 4, 2, 16, 16, 4, 2, bulk=True)
 
@@ -56,8 +58,9 @@ def test_routes_as_the_reference(
     random = torch.Generator().manual_seed(experts)
     logits = torch.randn(3, 2, experts, generator=random).to(kernel_device)
     bias = torch.randn(experts, generator=random).sub(1).to(kernel_device) if v3 else None
-    how = ("sigmoid", groups, kept, "top2", True, 2.5) if v3 else ("softmax", groups, kept, "max",
-                                                                  False, 1.0)  # fmt: skip
+    how: Any = ("softmax", groups, kept, "max", False, 1.0)
+    if v3:
+        how = ("sigmoid", groups, kept, "top2", True, 2.5)
     right = moe_route_reference(logits, bias, top_k, *how)
     weights, indices = moe_route_triton(logits, bias, top_k, *how)
     order, right_order = indices.argsort(-1), right[1].argsort(-1)
@@ -70,7 +73,7 @@ def test_routes_any_layout_and_dtype(
     kernel_device: str, layout: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> None:
     logits = layout(torch.randn(4, 11, generator=torch.Generator().manual_seed(0)).to(dtype))
-    how = (None, 3, "softmax", 1, 1, "max", True, 1.0)
+    how: Any = (None, 3, "softmax", 1, 1, "max", True, 1.0)
     right = moe_route_reference(logits.float(), *how)
     weights, indices = moe_route_triton(logits.to(kernel_device), *how)
     assert torch.equal(indices.sort(-1).values.cpu(), right[1].sort(-1).values)
@@ -103,7 +106,8 @@ def test_tiles_hold_every_pair_once(
     assert tiles.shape[0] <= min(tokens * K, E) + tokens * K // tile
     order = indices.flatten().argsort(stable=True)
     assert torch.equal(pairs.cpu().long(), order)
-    found, done = [], False
+    found: list[int] = []
+    done = False
     for expert, first, count, _ in tiles.tolist():
         assert 0 <= count <= tile and not (done and count), "tiles in use come first"
         done = count == 0
@@ -126,7 +130,7 @@ def test_experts(
 ) -> None:  # fmt: skip
     """Sizes that divide into blocks, and sizes that do not."""
     given = draw(tokens, hidden, intermediate, dtype, kernel_device)
-    y = moe_experts_triton(*given, config)
+    y = run(*given, config)
     assert_close(y, exact(*given), f"{tokens=} {config}")
 
 
@@ -135,9 +139,12 @@ def test_chosen_configurations(kernel_device: str, poisoned: None, tokens: int) 
     """The file's rows, odd sizes, and leading dimensions."""
     x, *given = draw(tokens, 21, 11, torch.float32, kernel_device)
     leading = [t.view(1, tokens, -1) for t in (x, *given[:2])]
-    y = moe_experts_triton(*leading, *given[2:])
+    y = run(*leading, *given[2:])
     assert_close(y[0], exact(x, *given), f"{tokens=}")
-    assert moe_experts_triton(x[:0], *(t[:0] for t in given[:2]), *given[2:]).shape == (0, 21)
+    assert run(x[:0], *(t[:0] for t in given[:2]), *given[2:]).shape == (
+        0,
+        21,
+    )
 
 
 @pytest.mark.parametrize("tokens, config", [(1, GEMV), (9, SMALL)])
@@ -145,13 +152,13 @@ def test_other_experts_are_not_read(kernel_device: str, tokens: int, config: Con
     given = draw(tokens, 32, 16, torch.float32, kernel_device, experts=K)
     right = exact(*given)
     given[3][K:] = given[4][K:] = math.nan
-    assert_close(moe_experts_triton(*given, config), right, f"{tokens=}")
+    assert_close(run(*given, config), right, f"{tokens=}")
 
 
 @pytest.mark.parametrize("tokens, config", [(1, GEMV), (2, SMALL)])
 def test_fp16_products_beyond_65504(kernel_device: str, tokens: int, config: Config) -> None:
     """silu(400) * 400 = 160,000 in fp16, which `down` makes small again."""
-    half = {"dtype": torch.float16, "device": kernel_device}
+    half: dict[str, Any] = {"dtype": torch.float16, "device": kernel_device}
     x = torch.ones(tokens, 16, **half)
     gate_up, down = torch.full((4, 32, 16), 25.0, **half), torch.full((4, 16, 16), 2**-9, **half)
     weights = torch.full((tokens, 2), 0.5, device=kernel_device)
@@ -164,7 +171,7 @@ def test_experts_any_strides(kernel_device: str, layout: Callable[[Tensor], Tens
     x, *given = draw(5, 24, 16, torch.float32, kernel_device)
     laid = [layout(t) for t in (x, *given[:2])]
     right = exact(*(t.contiguous() for t in laid), *given[2:])
-    assert_close(moe_experts_triton(*laid, *given[2:]), right, f"{laid[0].stride()=}")
+    assert_close(run(*laid, *given[2:]), right, f"{laid[0].stride()=}")
 
 
 def packed(given: tuple[Tensor, ...], group: int, symmetric: bool) -> tuple[Int4, Int4]:
@@ -177,10 +184,22 @@ def packed(given: tuple[Tensor, ...], group: int, symmetric: bool) -> tuple[Int4
     )
 
 
-INT4_GEMV = GemvConfig(2, 4, 1, 4, 4, 1)
+def run_int4(
+    given: tuple[Tensor, ...], gate_up: Int4, down: Int4, group: int, config: Config
+) -> Tensor:
+    """Of x, weights, indices, ...; the rest of `given` is not used."""
+    arguments: list[Any] = [*given[:3]]
+    for w in (gate_up, down):
+        arguments += w.qweight, w.scales, w.zeros
+    run: Any = int4_moe_experts_triton
+    y: Tensor = run(*arguments, group, config)
+    return y
+
+
+INT4_GEMV = GemvConfig(32, 8, 1, 64, 8, 1)
 INT4_CASES = [  # tokens, hidden, intermediate, group, config
     (1, 128, 64, 64, GEMV),
-    (2, 192, 128, 64, INT4_GEMV),
+    (2, 192, 64, 64, INT4_GEMV),
     (1, 64, 80, 16, INT4_GEMV),  # a block in two experts, two words a group
     (1, 128, 64, 64, SMALL),
     (21, 128, 192, 64, SMALL),
@@ -203,8 +222,7 @@ def test_int4_experts(
     if dtype is torch.bfloat16:  # decoded weights may be rounded, or not
         wide = [w.to(dtype) for w in wide]
     right = exact(*given[:3], *wide)
-    parts = [p for w in (gate_up, down) for p in (w.qweight, w.scales, w.zeros)]
-    y = int4_moe_experts_triton(*given[:3], *parts, group, config)  # type: ignore[arg-type]
+    y = run_int4(given, gate_up, down, group, config)
     assert_close(y, right, f"{tokens=} {group=}")
 
 
@@ -212,25 +230,23 @@ def test_int4_experts(
 def test_other_int4_experts_are_not_read(kernel_device: str, tokens: int, config: Config) -> None:
     given = draw(tokens, 64, 64, torch.bfloat16, kernel_device, experts=K)
     gate_up, down = packed(given, 64, True)
-    parts = [p for w in (gate_up, down) for p in (w.qweight, w.scales, w.zeros)]
-    right = int4_moe_experts_triton(*given[:3], *parts, 64, config)  # type: ignore[arg-type]
+    right = run_int4(given, gate_up, down, 64, config)
     gate_up.scales[K:] = down.scales[K:] = math.nan
-    y = int4_moe_experts_triton(*given[:3], *parts, 64, config)  # type: ignore[arg-type]
+    y = run_int4(given, gate_up, down, 64, config)
     assert torch.equal(y, right) and y.isfinite().all()
 
 
 @pytest.mark.parametrize("tokens, config", [(1, GEMV), (2, SMALL)])
 def test_int4_fp16_products_beyond_65504(kernel_device: str, tokens: int, config: Config) -> None:
-    half = {"dtype": torch.float16, "device": kernel_device}
+    half: dict[str, Any] = {"dtype": torch.float16, "device": kernel_device}
     x = torch.ones(tokens, 64, **half)
     weight = Int4(
         torch.full((4, 128, 32), 0xFF, dtype=torch.uint8, device=kernel_device),  # 7
         torch.ones(4, 128, 1, **half),
     )
     down = Int4(weight.qweight[:, :64].contiguous(), torch.full((4, 64, 1), 2**-14, **half))
-    parts = [p for w in (weight, down) for p in (w.qweight, w.scales, w.zeros)]
     weights = torch.full((tokens, 2), 0.5, device=kernel_device)
     indices = torch.tensor([[3, 1]], device=kernel_device).expand(tokens, 2)
-    y = int4_moe_experts_triton(x, weights, indices, *parts, 64, config)  # type: ignore[arg-type]
+    y = run_int4((x, weights, indices), weight, down, 64, config)
     right = torch.full_like(y, (7 * 64) ** 2 * 64 * 7 * 2**-14)
     assert_close(y, right, f"{tokens=}")
