@@ -20,7 +20,7 @@ from seekforge.compile.bench_kernels import Candidate, Row, copies
 from seekforge.compile.bench_tune import Tuner
 from seekforge.kernels.add_rms_norm import add_rms_norm_triton
 from seekforge.kernels.rms_norm import norm_tile, rms_norm_reference, rms_norm_triton
-from seekforge.kernels.rope import rope_reference
+from seekforge.kernels.rope import rope_reference, token_warps
 from seekforge.kernels.rope_append import rope_append_triton
 from seekforge.kernels.swiglu import Tile, swiglu_triton
 
@@ -180,10 +180,10 @@ def rope_row(
     notes: dict[str, str] = {}
 
     def ours(config: Mapping[str, int] | None, x: Tensor, k_pool: Tensor, v_pool: Tensor) -> Any:
-        tile = (config["heads"], config["warps"]) if config else None
+        warps = token_warps(tokens, heads, dim, config) if config else None
         q, k, v = parts(x)
         y = rope_append_triton(
-            q, k, v, cos, sin, positions, k_pool, v_pool, slots, False, tile=tile
+            q, k, v, cos, sin, positions, k_pool, v_pool, slots, False, warps=warps
         )
         return k_pool, v_pool, y
 
@@ -225,17 +225,16 @@ def elementwise_rows(peers: ModuleType | None) -> Iterator[Callable[[], Row]]:
 def _tuners() -> Iterator[Tuner]:
     norms = [{"per_thread": n, "block": b} for n in (4, 8, 16, 32, 64) for b in (1024, 8192)]
     glus = [{"block": b, "warps": w} for b in (512, 1024, 2048, 4096, 8192) for w in (1, 2, 4, 8)]
-    ropes = [{"heads": h, "warps": w} for h in (4, 8, 16, 32) for w in (1, 2, 4, 8)]
+    ropes = [{"per_thread": n} for n in (8, 16, 32, 64, 128)]
     for rows, most in ((1, 8), (32, 256), (8192, None)):
         limit = None if most is None else most * 14336
-        values = None if most is None else most * 48 * 128
         row: Callable[[Configs], Row] = partial(add_norm_row, rows, 4096, None, None, None)
         yield Tuner("add_rms_norm", {"rows": most}, row, norms)
         yield Tuner("rms_norm", {"rows": most}, partial(norm_row, rows, 4096, None), norms)
         row = partial(swiglu_row, rows, 14336, None, None, None)
         yield Tuner("swiglu", {"values": limit}, row, glus)
         row = partial(rope_row, rows, 32, 8, None, None, None)
-        yield Tuner("rope", {"values": values}, row, ropes)
+        yield Tuner("rope", {"tokens": most}, row, ropes)
 
 
 TUNERS = list(_tuners())

@@ -52,9 +52,9 @@ def greedy_row(rows: int, configs: Configs = TUNED) -> Row:
 
 def sort_and_sample(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """As usual in torch; the race of exponentials draws without waiting for the device."""
-    ordered, token = torch.sort(logits, dim=1, descending=True)
-    if top_k:
-        ordered[:, top_k:] = -torch.inf
+    ordered, token = (
+        logits.topk(top_k, dim=1) if top_k else torch.sort(logits, dim=1, descending=True)
+    )
     shares = torch.softmax(ordered, 1)
     shares[shares.cumsum(1) - shares >= top_p] = 0.0
     race = shares / torch.empty_like(shares).exponential_(1)
@@ -69,12 +69,13 @@ def sample_row(rows: int, top_k: int, top_p: float, configs: Configs = TUNED) ->
         return torch.full((rows,), value, dtype=dtype, device="cuda")
 
     rules = (
-        column(1.0), column(top_k, torch.int32), column(top_p), column(0.0),
+        column(1.0), column(top_k, torch.int32) if top_k else None, column(top_p), column(0.0),
         torch.randint(2**60, (rows,), device="cuda"), column(5, torch.int64),
     )  # fmt: skip
 
     def ours(config: Mapping[str, Any] | None, logits: Tensor) -> Tensor:
-        return sample_triton(logits, *rules, warps=config["warps"] if config else None)
+        chosen = (config["lanes"], config["warps"]) if config else None
+        return sample_triton(logits, *rules, config=chosen)
 
     def inside(run: Callable[[Tensor], Tensor]) -> Tensor:
         return kept.gather(1, run(sets[0])[:, None]).float()
@@ -104,10 +105,10 @@ def _tuners() -> Iterator[Tuner]:
         {"lanes": n, "waves": w, "warps": p}
         for n in (1024, 2048, 4096) for w in (1.0, 2.0, 4.0) for p in (2, 4, 8)
     ]  # fmt: skip
+    sample = [{"lanes": n, "warps": w} for n in (2048, 4096, 8192) for w in (4, 8, 16)]
     for rows, most in ((1, 4), (32, None)):
         yield Tuner("greedy", {"rows": most}, partial(greedy_row, rows), greedy)
-    sample = [{"warps": w} for w in (8, 16, 32)]
-    yield Tuner("sample", {"vocab": None}, partial(sample_row, 32, 0, 0.9), sample)
+        yield Tuner("sample", {"rows": most}, partial(sample_row, rows, 50, 0.9), sample)
 
 
 TUNERS = list(_tuners())

@@ -205,6 +205,7 @@ class _Job:
                 self.limits.max_len,
                 expected_fusions(self.checkpoint.spec),
                 self._int4(),
+                self.options.device,
             )
             workspace = None
             if FORMS[backend] == "padded":

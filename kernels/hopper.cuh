@@ -50,33 +50,24 @@ DEVICE bool barrier_tried(uint32_t at, int parity) {
   return done;
 }
 
+#ifdef GIVE_UP  // in tests, to see a deadlock as a wrong result: {barrier, parity, block, thread}
+__device__ volatile unsigned stuck[4];
+extern "C" void stuck_at(unsigned* at) {  // and clears it
+  const unsigned none[4] = {};
+  cudaMemcpyFromSymbol(at, stuck, sizeof(none));
+  cudaMemcpyToSymbol(stuck, none, sizeof(none));
+}
+#endif
+
 DEVICE void barrier_wait(uint32_t at, int parity) {
-#ifdef GIVE_UP  // in tests, to see a deadlock as a wrong result
-  for (int tries = 0; tries < GIVE_UP; ++tries)
+#ifdef GIVE_UP
+  for (int tries = 0; tries < GIVE_UP && stuck[0] == 0; ++tries)
     if (barrier_tried(at, parity)) return;
+  if (stuck[0] == 0) stuck[0] = at, stuck[1] = parity, stuck[2] = blockIdx.x, stuck[3] = threadIdx.x;
 #else
   while (!barrier_tried(at, parity)) {
   }
 #endif
-}
-
-// The same barrier of another thread block of the cluster, or of this one.
-DEVICE void barrier_arrive(uint32_t at, uint32_t rank) {
-  asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-      " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(at), "r"(rank)
-      : "memory");
-}
-
-DEVICE uint32_t cluster_rank() {
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
 }
 
 template <int THREADS>
@@ -114,16 +105,6 @@ DEVICE void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
       : "memory");
 }
 
-// To the same place in both thread blocks of a cluster of two.
-DEVICE void copy_box_twice(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b,
-                           int c) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to), "l"(map),
-      "r"(barrier), "r"(a), "r"(b), "r"(c), "h"(uint16_t(3))
-      : "memory");
-}
-
 DEVICE void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c,
                      int d) {
   asm volatile(
@@ -132,6 +113,27 @@ DEVICE void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
       "r"(d)
       : "memory");
 }
+
+// 16 bytes by a single thread, or zeros; done for this thread after copies_wait().
+DEVICE void copy_unit(uint32_t to, int64_t from, bool zeros) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(zeros ? 0 : 16)
+               : "memory");
+}
+
+DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Where the boxes of some tokens of a paged pool lie: each lane of a warp knows that of its number.
+// Found early, since the table is a long way off.
+struct Boxes {
+  int block = 0, slot = 0;
+  DEVICE Boxes() {}
+  DEVICE Boxes(const int64_t* table, int first, int box, int page, int context) {
+    const int final = (context - 1) / box * box;  // later boxes are read again from here
+    const int at = min(first + int(threadIdx.x % 32) * box, final);
+    block = int(table[at / page]), slot = at % page;
+  }
+};
 
 // A map of a tensor of two-byte values; sizes and box innermost first, strides in bytes from the
 // second dimension on. Returns whether the driver took it.
@@ -283,18 +285,16 @@ DEVICE int64_t sequence_of(const int64_t* query_start, int64_t token, int64_t se
 }
 
 template <class Kernel, class... Given>
-int launch(Kernel kernel, dim3 grid, int cluster, int threads, int shared, void* stream,
+int launch(Kernel kernel, dim3 grid, int threads, int shared, void* stream,
            Given... given) {
   cudaError_t failed =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (failed != cudaSuccess) return failed;
-  cudaLaunchAttribute asked[2];
-  asked[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  asked[0].val.programmaticStreamSerializationAllowed = 1;
-  asked[1].id = cudaLaunchAttributeClusterDimension;
-  asked[1].val.clusterDim = {unsigned(cluster), 1, 1};
+  cudaLaunchAttribute asked;
+  asked.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  asked.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
-  config.stream = static_cast<cudaStream_t>(stream), config.attrs = asked, config.numAttrs = 2;
+  config.stream = static_cast<cudaStream_t>(stream), config.attrs = &asked, config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, given...);
 }

@@ -22,8 +22,8 @@ def merge_parts_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     total = tl.zeros([BLOCK], tl.float32)

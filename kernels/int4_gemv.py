@@ -186,7 +186,6 @@ def few_tokens_kernel(  # type: ignore[no-untyped-def]
     S: gl.constexpr = gl.SliceLayout(2, ACC) if GROUPS == 1 else gl.SliceLayout(3, WIDE)
     Z: gl.constexpr = gl.SliceLayout(2, A) if GROUPS == 1 else gl.SliceLayout(3, WIDE)
     BF16: gl.constexpr = y.dtype.element_ty == gl.bfloat16
-    tl.extra.cuda.gdc_launch_dependents()
     words = words8 * 8
     first = gl.program_id(0) * BLOCK_N
     unit_a = _unit_index(K_WARPS, A)
@@ -231,6 +230,7 @@ def few_tokens_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         if unit == begin:
             tl.extra.cuda.gdc_wait()  # weights are older than the launch before; x may not be
+            tl.extra.cuda.gdc_launch_dependents()
         for u in gl.static_range(UNROLL):
             at = (unit + u * K_WARPS) * 32
             if EVEN:

@@ -112,14 +112,24 @@ def paged_attention_triton(
     with one token, and the prefill kernel the others.
     """
     q, block_tables = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, block_tables))
+    # Before the write: the kernel after it reads these before it waits for it.
+    index = (block_tables, context_lens.contiguous(), query_start.contiguous())
+    if q.shape[0]:
+        kv_write_triton(k, v, k_pool, v_pool, slot_mapping)
+    return attend_triton(q, k_pool, v_pool, *index, scale)
+
+
+def attend_triton(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor,
+    block_tables: Tensor, context_lens: Tensor, query_start: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """The attention alone: the step's k and v are in the pools."""
     tokens, sequences = q.shape[0], block_tables.shape[0]
-    y = q.new_empty(*q.shape[:-1], v.shape[-1])
+    y = q.new_empty(*q.shape[:-1], v_pool.shape[-1])
     if tokens == 0:
         return y
     by_row = tokens <= sequences
-    # Before the write: the kernel after it reads these before it waits for it.
-    index = (block_tables, context_lens.contiguous(), query_start.contiguous())
-    kv_write_triton(k, v, k_pool, v_pool, slot_mapping)
+    index = (block_tables, context_lens, query_start)
     if by_row or sequences > 1:
         paged_decode_triton(q, k_pool, v_pool, *index, scale, y, by_row)
     if not by_row:

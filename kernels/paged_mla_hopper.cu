@@ -1,13 +1,22 @@
 // Absorbed MLA attention for many heads, as paged_mla_decode.py describes it: 64 heads of one token
 // per thread block, rank 512 + 64, bf16 or fp16.
 //
-// Two warpgroups each keep one half of the 64 x 512 output in registers. The scores of the even
-// blocks of 64 tokens are made by the first, those of the odd ones by the second; each hands its
-// probabilities and the rows' maxima to the other through shared memory, in the place of the
+// Two warpgroups, W0 and W1, each keep one half (left, right) of the 64 x 512 output in registers.
+// The scores of the even blocks of 64 tokens are made by W0, those of the odd ones by W1; each hands
+// its probabilities and the rows' maxima to the other through shared memory, in the place of the
 // block's rope part, which nobody reads any more. So every score is computed once, and one
-// warpgroup's softmax runs beside the other's products. A third warpgroup issues the bulk copies:
-// the left half of a block (256 of 512 columns) is free again when the first warpgroup's product
-// over it is done, the right half when the second's is.
+// warpgroup's softmax runs beside the other's products. A warp of a third one issues bulk copies.
+//
+//   block 2n, buffer 0            block 2n + 1, buffer 1         what must have happened before
+//   W0 scores                     W1 scores                      all of the block is there
+//   W0 softmax, hands over        W1 softmax, hands over         W1: has 2n's maxima; W0: 2n - 1's
+//   W0 adds left, frees it        W1 adds right, frees it        nothing: its own probabilities
+//   W1 adds right, frees          W0 adds left, frees            the other has handed over
+//      it and the rope part          it and the rope part
+//
+// W0's order: scores 2n, softmax, left of 2n, left of 2n + 1. W1's: scores 2n + 1, right of 2n
+// beside the softmax, right of 2n + 1. A half is freed before the warpgroup that freed it waits for
+// anything else; the rope part goes with the half whose owner reads the probabilities there.
 // Source of the schedule: DeepSeek-AI, FlashMLA ("seesaw" scheduling), 2025.
 
 #include "hopper.cuh"
@@ -24,14 +33,15 @@ constexpr int ROWS = 64, TOKENS = 64, RANK = 512;
 constexpr int CHUNK = 64 * 128;                    // bytes of 64 rows x 64 values
 constexpr int BLOCK = 9 * CHUNK, HALF = 4 * CHUNK;  // eight of the latent, then the rope part
 constexpr int THREADS = 384;  // two warpgroups that compute, one that loads
+constexpr int PIECES = 4, WIDE = 8 / PIECES;  // a block is waited for in pieces of so many chunks
 
 struct Shared {
   uint8_t blocks[2][BLOCK];
   uint8_t query[BLOCK];
   float highest[2][ROWS];
   float total[2][ROWS];
-  uint64_t full[2][2];   // [buffer][half]; the rope part comes with the half of the warpgroup
-  uint64_t empty[2][2];  // that does not make the block's scores, which reads it last
+  uint64_t full[2][PIECES];  // [buffer][piece]
+  uint64_t empty[2][2];      // [buffer][half]
   uint64_t weights[2];
 };
 
@@ -60,32 +70,28 @@ DEVICE Part find_part(const Arguments& x) {
   return part;
 }
 
-// PAIR: the cluster's two thread blocks, which read the same blocks for other heads, load half each.
-template <bool PAIR>
 DEVICE void load_blocks(const Arguments& x, const Part& part, const CUtensorMap* map, Shared& s) {
   auto table = reinterpret_cast<const int64_t*>(x.tables) + part.sequence * x.table;
-  const int box = int(x.box), page = int(x.page), rank = PAIR ? cluster_rank() : 0;
-  const int final = (part.visible - 1) / box * box;  // later boxes are read again from here
+  const int box = int(x.box), page = int(x.page), boxes = TOKENS / box, lane = threadIdx.x % 32;
+  Boxes next(table, part.first * TOKENS, box, page, part.visible);
   for (int i = 0; i < part.count; ++i) {
-    const int buffer = i & 1, parity = i >> 1 & 1, rope_half = 1 - buffer;
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t full = shared_address(&s.full[buffer][half]);
-      barrier_wait(shared_address(&s.empty[buffer][half]), parity ^ 1);
-      barrier_expect(full, HALF + (half == rope_half ? CHUNK : 0));
-      for (int row = 0; row < TOKENS; row += box) {
-        const int at = min((part.first + i) * TOKENS + row, final);
-        const int block = int(table[at / page]), slot = at % page;
-        const uint32_t to = shared_address(s.blocks[buffer]) + row * 128;
-        if constexpr (PAIR) {
-          for (int c = half * 4 + rank * 2; c < half * 4 + rank * 2 + 2; ++c)
-            copy_box_twice(to + c * CHUNK, map, full, c * 64, slot, block);
-          if (half == rope_half && rank == parity)
-            copy_box_twice(to + 8 * CHUNK, map, full, RANK, slot, block);
-        } else {
-          for (int c = half * 4; c < half * 4 + 4; ++c)
-            copy_box(to + c * CHUNK, map, full, c * 64, slot, block);
-          if (half == rope_half) copy_box(to + 8 * CHUNK, map, full, RANK, slot, block);
-        }
+    const Boxes here = next;
+    next = Boxes(table, (part.first + i + 1) * TOKENS, box, page, part.visible);
+    const int buffer = i & 1, rope_piece = buffer ? PIECES / 2 - 1 : PIECES - 1;
+    for (int piece = 0; piece < PIECES; ++piece) {
+      const uint32_t full = shared_address(&s.full[buffer][piece]);
+      if (piece % (PIECES / 2) == 0)
+        barrier_wait(shared_address(&s.empty[buffer][piece / (PIECES / 2)]), i >> 1 & 1 ^ 1);
+      const int chunks = WIDE + (piece == rope_piece);
+      if (lane == 0) barrier_expect(full, chunks * CHUNK);
+      __syncwarp();
+      for (int first = 0; first < boxes * chunks; first += 32) {
+        const int at = first + lane, row = at % boxes;
+        const int block = __shfl_sync(~0u, here.block, row), slot = __shfl_sync(~0u, here.slot, row);
+        const int c = at / boxes < WIDE ? piece * WIDE + at / boxes : 8;
+        if (at < boxes * chunks)
+          copy_box(shared_address(s.blocks[buffer]) + c * CHUNK + row * box * 128, map, full, c * 64,
+                   slot, block);
       }
     }
   }
@@ -104,7 +110,7 @@ DEVICE void load_query(const Arguments& x, const Part& part, Shared& s) {
 }
 
 // Of one warpgroup, SIDE 0 or 1.
-template <class T, int SIDE, bool PAIR, int HELD>
+template <class T, int SIDE>
 struct Consumer {
   Shared& s;
   const float scale;
@@ -112,17 +118,11 @@ struct Consumer {
   const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
   float y[128], scores[32];
   uint32_t weights[16];
-  uint32_t query[HELD * 16 + 1];  // its last columns: less is read from shared memory
   float highest[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
 
   DEVICE Consumer(Shared& s, float scale, int visible) : s(s), scale(scale), visible(visible) {
 #pragma unroll
     for (int i = 0; i < 128; ++i) y[i] = 0;
-#pragma unroll
-    for (int i = 0; i < HELD * 16; ++i)
-      query[i] = *reinterpret_cast<const uint32_t*>(
-          s.query + (9 - HELD + i / 16) * CHUNK + thread % 4 * 4 +
-          swizzled(row + i % 2 * 8, i % 16 / 4 * 2 + i / 2 % 2));
   }
 
   DEVICE uint32_t block(int buffer) { return shared_address(s.blocks[buffer]); }
@@ -132,17 +132,14 @@ struct Consumer {
     const Tile q(shared_address(s.query)), k(block(buffer));
 #pragma unroll
     for (int c = 0; c < 9; ++c) {
-      if (c % 4 == 0 && c < 8) {
-        barrier_wait(shared_address(&s.full[buffer][c / 4]), parity);
+      if (c % WIDE == 0 && c < 8) {
+        barrier_wait(shared_address(&s.full[buffer][c / WIDE]), parity);
         matrix_fence();
       }
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         const int at = c * CHUNK + step * 32;
-        if (c < 9 - HELD)
-          multiply<T, false>(scores, q[at], k[at], c + step > 0);
-        else
-          multiply<T, false>(scores, query + (c - 9 + HELD) * 16 + step * 4, k[at]);
+        multiply<T, false>(scores, q[at], k[at], c + step > 0);
       }
     }
     matrix_commit();
@@ -228,98 +225,65 @@ struct Consumer {
     matrix_commit();
   }
 
-  template <int PENDING>
-  DEVICE void wait() {
-    matrix_wait<PENDING>();
+  // y is at rest, and done with its half of that buffer.
+  DEVICE void settle(int buffer) {
+    matrix_wait<0>();
+    pin(y);
+    if (thread % 32 == 0) barrier_arrive(shared_address(&s.empty[buffer][SIDE]));
   }
 
-  DEVICE void release(int buffer) {
-    const uint32_t empty = shared_address(&s.empty[buffer][SIDE]);
-    if constexpr (PAIR) {
-      if (thread % 32 < 2) barrier_arrive(empty, thread % 32);
-    } else {
-      if (thread % 32 == 0) barrier_arrive(empty);
-    }
-  }
-
-  // The other's probabilities of block i.
+  // Starts y += the other's probabilities of block i . its own half.
   DEVICE void receive(int buffer, int parity, int i) {
     barrier_wait(shared_address(&s.weights[buffer]), parity);
     rescale(s.highest[buffer][row], s.highest[buffer][row + 8]);
-    barrier_wait(shared_address(&s.full[buffer][SIDE]), parity);
+    for (int piece = 0; piece < PIECES / 2; ++piece)
+      barrier_wait(shared_address(&s.full[buffer][SIDE * (PIECES / 2) + piece]), parity);
     clean(buffer, i);
     mix<false>(buffer);
   }
-
-  // The loops are turned so that nothing is under way at their ends: else the compiler would wait
-  // after each matrix instruction.
 
   DEVICE void own_mix(int i, const float (&top)[2]) {
     rescale(top[0], top[1]);
     clean(SIDE, i);
     mix<true>(SIDE);
     add_total();
+    settle(SIDE);
   }
 
-  DEVICE void settle(int buffer) {  // y is at rest, and done with that buffer
-    pin(y);
-    release(buffer);
-  }
+  // The loops are turned so that nothing is under way at their ends: else the compiler would wait
+  // after each matrix instruction.
 
   DEVICE void run_even(int blocks, int odd) {
     float top[2];
-    score(0, 0);
-    wait<0>();
-    pin(scores);
-    for (int n = 0;; ++n) {
+    for (int n = 0; n < blocks; ++n) {
+      score(0, n & 1);
+      matrix_wait<0>();
+      pin(scores);
       softmax(2 * n, top);
       publish(0, top);
       own_mix(2 * n, top);
-      wait<0>();
-      settle(0);
-      if (n + 1 == blocks) break;
-      receive(1, n & 1, 2 * n + 1);
-      score(0, n + 1 & 1);
-      wait<1>();
-      settle(1);
-      wait<0>();
-      pin(scores);
+      if (n < odd) {
+        receive(1, n & 1, 2 * n + 1);
+        settle(1);
+      }
     }
-    if (odd == blocks) receive(1, blocks - 1 & 1, 2 * blocks - 1);
-    wait<0>();
-    pin(y);
-  }
-
-  DEVICE void softmax_beside(int n, float (&top)[2]) {
-    receive(0, n & 1, 2 * n);
-    wait<1>();
-    pin(scores);
-    softmax(2 * n + 1, top);
-    publish(1, top);
-    wait<0>();
-    settle(0);
   }
 
   DEVICE void run_odd(int blocks, int even) {
     float top[2];
-    if (blocks > 0) {
-      score(1, 0);
-      softmax_beside(0, top);
-      for (int n = 0; n + 1 < blocks; ++n) {
-        own_mix(2 * n + 1, top);
-        score(1, n + 1 & 1);
-        wait<1>();
-        settle(1);
-        softmax_beside(n + 1, top);
-      }
-      own_mix(2 * blocks - 1, top);
-      wait<0>();
-      settle(1);
+    for (int n = 0; n < blocks; ++n) {
+      score(1, n & 1);
+      receive(0, n & 1, 2 * n);
+      matrix_wait<1>();
+      pin(scores);
+      softmax(2 * n + 1, top);
+      publish(1, top);
+      settle(0);
+      own_mix(2 * n + 1, top);
     }
     if (even > blocks) {
       receive(0, blocks & 1, 2 * blocks);
-      wait<0>();
-      pin(y);
+      settle(0);
     }
   }
 
@@ -357,9 +321,9 @@ struct Consumer {
   }
 };
 
-template <class T, int SIDE, bool PAIR, int HELD>
+template <class T, int SIDE>
 DEVICE void consume(const Arguments& x, const Part& part, Shared& s, float scale) {
-  Consumer<T, SIDE, PAIR, HELD> consumer(s, scale, part.visible - part.first * TOKENS);
+  Consumer<T, SIDE> consumer(s, scale, part.visible - part.first * TOKENS);
   if constexpr (SIDE == 0)
     consumer.run_even((part.count + 1) / 2, part.count / 2);
   else
@@ -367,7 +331,7 @@ DEVICE void consume(const Arguments& x, const Part& part, Shared& s, float scale
   consumer.store(x, part);
 }
 
-template <class T, bool PAIR, int HELD>
+template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
     mla_kernel(const Arguments x, const __grid_constant__ CUtensorMap map, const float scale) {
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -375,14 +339,14 @@ __global__ void __launch_bounds__(THREADS, 1)
   allow_launch_after();
   const Part part = find_part(x);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 4; ++i) {
-      barrier_init(shared_address(&s.full[i / 2][i % 2]), 1);
-      barrier_init(shared_address(&s.empty[i / 2][i % 2]), PAIR ? 8 : 4);
+    for (int i = 0; i < 2; ++i) {
+      for (int piece = 0; piece < PIECES; ++piece) barrier_init(shared_address(&s.full[i][piece]), 1);
+      for (int half = 0; half < 2; ++half) barrier_init(shared_address(&s.empty[i][half]), 4);
+      barrier_init(shared_address(&s.weights[i]), 128);
     }
-    for (int i = 0; i < 2; ++i) barrier_init(shared_address(&s.weights[i]), 128);
     fence_async();
   }
-  PAIR ? cluster_sync() : __syncthreads();
+  __syncthreads();
   wait_for_launch_before();
   if (part.count == 0) {
     if (x.splits > 1 && threadIdx.x < ROWS) {
@@ -394,44 +358,34 @@ __global__ void __launch_bounds__(THREADS, 1)
   }
   if (threadIdx.x >= 256) {
     fewer_registers<24>();
-    if (threadIdx.x == 256) load_blocks<PAIR>(x, part, &map, s);
+    if (threadIdx.x < 288) load_blocks(x, part, &map, s);
   } else {
     more_registers<240>();
     load_query(x, part, s);
     fence_async();
     group_sync<256>(3);
     if (threadIdx.x < 128)
-      consume<T, 0, PAIR, HELD>(x, part, s, scale);
+      consume<T, 0>(x, part, s, scale);
     else
-      consume<T, 1, PAIR, HELD>(x, part, s, scale);
-  }
-  if (PAIR) {  // the other thread block may still signal here
-    __syncwarp();
-    cluster_sync();
+      consume<T, 1>(x, part, s, scale);
   }
 }
 
-template <class T, bool PAIR, int HELD>
+template <class T>
 int start(const Arguments& x, const CUtensorMap& map, float scale, void* stream) {
   const dim3 grid(unsigned(x.tokens * (x.heads / ROWS)), unsigned(x.splits));
-  return launch(mla_kernel<T, PAIR, HELD>, grid, PAIR ? 2 : 1, THREADS, int(sizeof(Shared)), stream,
-                x, map, scale);
+  return launch(mla_kernel<T>, grid, THREADS, int(sizeof(Shared)), stream, x, map, scale);
 }
 
 }  // namespace
 
 // Returns 0, or CUDA's error, or -1 where the driver refuses the map of the pool.
 extern "C" int paged_mla(const Arguments* x, void* pool, int64_t blocks, int64_t block_bytes,
-                         int64_t slot_bytes, float scale, int fp16, int variant, void* stream) {
+                         int64_t slot_bytes, float scale, int fp16, void* stream) {
   CUtensorMap map;
   const uint64_t sizes[3] = {RANK + 64, uint64_t(x->page), uint64_t(blocks)};
   const uint64_t strides[2] = {uint64_t(slot_bytes), uint64_t(block_bytes)};
   const uint32_t box[3] = {64, uint32_t(x->box), 1};
   if (!make_map(&map, !fp16, pool, 3, sizes, strides, box)) return -1;
-  using B = __nv_bfloat16;
-  auto run = variant == 0 ? start<B, false, 0> : variant == 1 ? start<B, false, 1>
-           : variant == 2 ? start<B, true, 0>  : variant == 3 ? start<B, true, 1>
-           : variant == 4 ? start<B, false, 2> : start<B, true, 2>;
-  if (fp16) run = start<__half, false, 0>;
-  return run(*x, map, scale, stream);
+  return (fp16 ? start<__half> : start<__nv_bfloat16>)(*x, map, scale, stream);
 }

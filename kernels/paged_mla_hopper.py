@@ -46,7 +46,7 @@ def split_count(tiles: int, blocks: int, processors: int) -> int:
 def paged_mla_hopper(
     q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, block_tables: Tensor,
     context_lens: Tensor, query_start: Tensor, scale: float, y: Tensor,
-    splits: int | None = None, variant: int = 0,
+    splits: int | None = None,
 ) -> bool:  # fmt: skip
     """Fills y's rows, or returns False where this kernel does not serve."""
     tokens, heads, rank = q_latent.shape
@@ -80,7 +80,7 @@ def paged_mla_hopper(
     status = built.paged_mla(
         given, ctypes.c_void_p(latent_pool.data_ptr()), ctypes.c_int64(latent_pool.shape[0]),
         ctypes.c_int64(2 * latent_pool.stride(0)), ctypes.c_int64(2 * latent_pool.stride(1)),
-        ctypes.c_float(scale * LOG2_E), int(q_latent.dtype == torch.float16), variant,
+        ctypes.c_float(scale * LOG2_E), int(q_latent.dtype == torch.float16),
         ctypes.c_void_p(stream()),
     )  # fmt: skip
     check(status, "paged_mla_hopper")

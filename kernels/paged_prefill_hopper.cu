@@ -1,43 +1,47 @@
-// Causal prefill attention over paged K and V, as paged_prefill.py describes it: 128 rows (query heads
-// of one KV head x new tokens) per thread block, head dim 64 or 128, bf16 or fp16.
+// Causal prefill attention over paged K and V, as paged_prefill.py describes it: tiles of 128 rows
+// (query heads of one KV head x new tokens), head dim 128, bf16 or fp16.
 //
-// Two warpgroups of 64 rows each share the K and V that a third loads by bulk copies. A warpgroup
-// starts the next block's scores and this block's output together, and makes the next probabilities
-// beside the latter; named barriers let the two take turns at the matrix units, so that one's softmax
-// runs beside the other's products. Blocks are read from the last, the masked one, to the first.
+// Each thread block takes tiles until none is left, and does not pause between them. A warp loads K
+// and V by bulk copies, three others the queries of the tile after this one. Two warpgroups of 64
+// rows each start the next block's scores and this block's output together, and make the next
+// probabilities beside the latter, also where the next block is the next tile's first; named barriers
+// let the two take turns at the matrix units, so that one's softmax runs beside the other's products.
+// Blocks are read from the last, the masked one, to the first.
 // Source of the schedule: Shah et al., "FlashAttention-3", 2024.
 
 #include "hopper.cuh"
 
 struct Arguments {
-  int64_t q, y, tables, lens, starts;                     // addresses
-  int64_t q_token, q_head, y_token, y_head, table;        // strides, in values
+  int64_t q, y, tables, lens, starts;               // addresses
+  int64_t q_token, q_head, y_token, y_head, table;  // strides, in values
   int64_t kv_heads, group, sequences, tiles, page, box, least;
 };
 
 namespace {
 
-constexpr int ROWS = 128, THREADS = 384;  // two warpgroups that compute, one that loads
+constexpr int DIM = 128, ROWS = 128, N = 128, STAGES = 2, UNITS = DIM / 8;
+constexpr int THREADS = 384, LOADERS = 96;  // two warpgroups that compute; three warps for queries
+constexpr int CHUNK = 64 * 128;             // bytes of 64 rows x 64 values
 
-template <int DIM, int N, int STAGES>
+// Rows of one KV head: of `sequence`, from row `first` of its new * group on. No blocks: no tile.
+struct Part {
+  int64_t start, sequence;
+  int head, first, rows, past, context, blocks;
+};
+
 struct Shared {
-  uint8_t query[2][64 * DIM * 2];  // of each warpgroup; the output, at the end
+  uint8_t query[2][ROWS * DIM * 2];  // of this tile and the next; at a tile's end its output
   uint8_t keys[STAGES][N * DIM * 2];
   uint8_t values[STAGES][N * DIM * 2];
+  Part parts[2];
   uint64_t keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
+  uint64_t query_full[2], query_empty[2];
 };
 
-// One thread block's rows: of `sequence`, from row `first` of its new * group on.
-struct Part {
-  int64_t start, sequence, head;
-  int first, rows, past, context, blocks;
-};
-
-template <int N>
-DEVICE Part find_part(const Arguments& x) {
+DEVICE Part find_part(const Arguments& x, int number) {
   Part part;
-  part.head = blockIdx.x;
-  const int64_t tile = x.tiles - 1 - blockIdx.y;  // late tiles see the most and start first
+  part.head = number % int(x.kv_heads);
+  const int64_t tile = x.tiles - 1 - number / int(x.kv_heads);  // late tiles see the most: first
   auto starts = reinterpret_cast<const int64_t*>(x.starts);
   const int spare = x.group % ROWS != 0;  // a part of a tile in each sequence
   int64_t low = 0, high = x.sequences;
@@ -58,89 +62,126 @@ DEVICE Part find_part(const Arguments& x) {
   return part;
 }
 
-template <int DIM, int N, int STAGES>
-DEVICE void load_block(const Arguments& x, const Part& part, const CUtensorMap* map, int j,
-                       uint8_t* to, uint64_t& full) {
-  auto table = reinterpret_cast<const int64_t*>(x.tables) + part.sequence * x.table;
+DEVICE uint32_t query_unit(Shared& s, int buffer, int row, int unit) {
+  return shared_address(s.query[buffer]) + row / 64 * (2 * CHUNK) + unit / 8 * CHUNK +
+         swizzled(row % 64, unit % 8);
+}
+
+// The tiles of this thread block, their queries, and at the end a tile of no blocks.
+DEVICE void load_queries(const Arguments& x, Shared& s) {
+  const int thread = threadIdx.x - 32, group = int(x.group), all = int(x.tiles * x.kv_heads);
+  const int each = gridDim.x, own = blockIdx.x;
+  for (int taken = 0, turn = 0;; ++turn) {
+    // In turns from the left and from the right: early tiles are the longest.
+    const int number = turn * each + (turn & 1 ? each - 1 - own : own);
+    const bool end = turn * each >= all;
+    Part part;
+    part.blocks = 0;
+    if (number < all) part = find_part(x, number);
+    if (!end && part.blocks == 0) continue;
+    const int buffer = taken & 1;
+    barrier_wait(shared_address(&s.query_empty[buffer]), taken >> 1 & 1 ^ 1);
+    if (thread == 0) s.parts[buffer] = part;
+    if (!end) {
+      for (int i = thread; i < ROWS * UNITS; i += LOADERS) {
+        const int row = i / UNITS, at = part.first + min(row, part.rows - 1);
+        copy_unit(query_unit(s, buffer, row, i % UNITS),
+                  x.q + 2 * ((part.start + at / group) * x.q_token +
+                             (part.head * group + at % group) * x.q_head) + i % UNITS * 16,
+                  row >= part.rows);
+      }
+      copies_wait();
+      fence_async();
+    }
+    barrier_arrive(shared_address(&s.query_full[buffer]));
+    if (end) return;
+    ++taken;
+  }
+}
+
+// The `taken`-th tile of this thread block, from when its queries are there.
+DEVICE const Part& take(Shared& s, int taken) {
+  barrier_wait(shared_address(&s.query_full[taken & 1]), taken >> 1 & 1);
+  return s.parts[taken & 1];
+}
+
+DEVICE void load_block(const Arguments& x, const CUtensorMap* map, int head, const Boxes& boxes,
+                       uint8_t* to, uint64_t& full, uint64_t& empty, int parity) {
+  const int box = int(x.box), count = N / box, lane = threadIdx.x % 32;
+  barrier_wait(shared_address(&empty), parity ^ 1);
+  if (lane == 0) barrier_expect(shared_address(&full), N * DIM * 2);
+  __syncwarp();
+  const int row = lane % count, c = lane / count;
+  const int block = __shfl_sync(~0u, boxes.block, row), slot = __shfl_sync(~0u, boxes.slot, row);
+  if (c < DIM / 64)
+    copy_box(shared_address(to) + c * N * 128 + row * box * 128, map, shared_address(&full), c * 64,
+             head, slot, block);
+}
+
+DEVICE void load_blocks(const Arguments& x, const CUtensorMap* k_map, const CUtensorMap* v_map,
+                        Shared& s) {
   const int box = int(x.box), page = int(x.page);
-  const int final = (part.context - 1) / box * box;  // later boxes are read again from here
-  barrier_expect(shared_address(&full), N * DIM * 2);
-  for (int row = 0; row < N; row += box) {
-    const int at = min(j * N + row, final);
-    const int block = int(table[at / page]);
-    for (int c = 0; c < DIM / 64; ++c)
-      copy_box(shared_address(to) + c * N * 128 + row * 128, map, shared_address(&full), c * 64,
-               int(part.head), at % page, block);
-  }
-}
-
-template <int DIM, int N, int STAGES>
-DEVICE void load_blocks(const Arguments& x, const Part& part, const CUtensorMap* k_map,
-                        const CUtensorMap* v_map, Shared<DIM, N, STAGES>& s) {
-  for (int i = 0; i <= part.blocks; ++i) {
-    if (i < part.blocks) {
-      barrier_wait(shared_address(&s.keys_empty[i % STAGES]), i / STAGES & 1 ^ 1);
-      load_block<DIM, N, STAGES>(x, part, k_map, part.blocks - 1 - i, s.keys[i % STAGES],
-                                 s.keys_full[i % STAGES]);
-    }
-    if (i > 0) {
-      const int before = i - 1;
-      barrier_wait(shared_address(&s.values_empty[before % STAGES]), before / STAGES & 1 ^ 1);
-      load_block<DIM, N, STAGES>(x, part, v_map, part.blocks - i, s.values[before % STAGES],
-                                 s.values_full[before % STAGES]);
+  Boxes before;
+  int head_before = 0, count = 0;
+  auto load_values = [&] {
+    const int i = count - 1, stage = i % STAGES;
+    load_block(x, v_map, head_before, before, s.values[stage], s.values_full[stage],
+               s.values_empty[stage], i / STAGES & 1);
+  };
+  for (int taken = 0;; ++taken) {
+    const Part part = take(s, taken);
+    __syncwarp();
+    if (threadIdx.x == 0) barrier_arrive(shared_address(&s.query_empty[taken & 1]));
+    if (part.blocks == 0) break;
+    auto table = reinterpret_cast<const int64_t*>(x.tables) + part.sequence * x.table;
+    Boxes next(table, (part.blocks - 1) * N, box, page, part.context);
+    for (int i = part.blocks - 1; i >= 0; --i, ++count) {
+      const Boxes here = next;
+      next = Boxes(table, max(i - 1, 0) * N, box, page, part.context);
+      const int stage = count % STAGES;
+      load_block(x, k_map, part.head, here, s.keys[stage], s.keys_full[stage], s.keys_empty[stage],
+                 count / STAGES & 1);
+      if (count > 0) load_values();
+      before = here, head_before = part.head;
     }
   }
+  if (count > 0) load_values();
 }
 
-template <class T, int DIM, int N, int STAGES, bool TURNS>
+template <class T>
 struct Consumer {
-  Shared<DIM, N, STAGES>& s;
+  Shared& s;
   const Arguments& x;
-  const Part& part;
   const float scale;
   const int side = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
   const int row = thread / 32 * 16 + thread % 32 / 4;  // and row + 8, of the warpgroup's 64
+  int context, blocks;  // of this tile
   float y[DIM / 2], scores[N / 2];
   uint32_t weights[N / 4];
-  float highest[2] = {-1e30f, -1e30f}, total[2] = {0, 0};  // finite: all of a block may be hidden
-  float shrink[2];
+  float highest[2], total[2], shrink[2];
   int seen[2], by_all;
 
-  DEVICE Consumer(Shared<DIM, N, STAGES>& s, const Arguments& x, const Part& part, float scale)
-      : s(s), x(x), part(part), scale(scale) {
+  DEVICE Consumer(Shared& s, const Arguments& x, float scale) : s(s), x(x), scale(scale) {}
+
+  DEVICE bool begin(int taken) {  // whether there is another tile
+    const Part& part = take(s, taken);
     const int group = int(x.group), at = part.first + side * 64;
-    for (int r = 0; r < 2; ++r) seen[r] = part.past + (at + row + 8 * r) / group + 1;
-    by_all = part.past + at / group + 1;
-#pragma unroll
-    for (int i = 0; i < DIM / 2; ++i) y[i] = 0;
-  }
-
-  DEVICE uint8_t* own_row(int r, int unit) {
-    return s.query[side] + unit / 8 * (64 * 128) + swizzled(r, unit % 8);
-  }
-
-  DEVICE void load_query() {
-    const int units = DIM / 8, group = int(x.group);
-    for (int i = thread; i < 64 * units; i += 128) {
-      const int r = i / units, packed_row = part.first + side * 64 + r;
-      uint4 value{0, 0, 0, 0};
-      if (side * 64 + r < part.rows)
-        value = *reinterpret_cast<const uint4*>(
-            x.q + 2 * ((part.start + packed_row / group) * x.q_token +
-                       (part.head * group + packed_row % group) * x.q_head) + i % units * 16);
-      *reinterpret_cast<uint4*>(own_row(r, i % units)) = value;
+    context = part.context, blocks = part.blocks, by_all = part.past + at / group + 1;
+    for (int r = 0; r < 2; ++r) {
+      seen[r] = part.past + (at + row + 8 * r) / group + 1;
+      highest[r] = -1e30f, total[r] = 0;  // finite: all of a block may be hidden
     }
-    fence_async();
-    group_sync<128>(1 + side);
+    return blocks > 0;
   }
 
-  DEVICE void score(int i) {  // starts the scores of the i-th block read
-    const Tile q(shared_address(s.query[side])), k(shared_address(s.keys[i % STAGES]));
+  DEVICE void score(int i, int buffer) {  // starts the scores of the i-th block read
+    const Tile q(shared_address(s.query[buffer]) + side * (2 * CHUNK));
+    const Tile k(shared_address(s.keys[i % STAGES]));
     barrier_wait(shared_address(&s.keys_full[i % STAGES]), i / STAGES & 1);
     matrix_fence();
 #pragma unroll
     for (int step = 0; step < DIM / 16; ++step)
-      multiply<T, false>(scores, q[step / 4 * 64 * 128 + step % 4 * 32],
+      multiply<T, false>(scores, q[step / 4 * CHUNK + step % 4 * 32],
                          k[step / 4 * N * 128 + step % 4 * 32], step > 0);
     matrix_commit();
   }
@@ -157,8 +198,9 @@ struct Consumer {
     matrix_commit();
   }
 
-  DEVICE void softmax(int i) {  // probabilities in place of the scores; shrink
-    const int begin = (part.blocks - 1 - i) * N;
+  // Probabilities of block `at` of the tile in place of the scores; shrink.
+  DEVICE void softmax(int at) {
+    const int begin = at * N;
     if (begin + N > by_all) {
 #pragma unroll
       for (int j = 0; j < N / 2; ++j)
@@ -175,20 +217,30 @@ struct Consumer {
       const float top = most > highest[r] + 8 ? most : highest[r];
       shrink[r] = power_of_two(highest[r] - top);
       highest[r] = top;
+      total[r] *= shrink[r];
     }
 #pragma unroll
     for (int j = 0; j < N / 2; ++j)
       scores[j] = power_of_two(scores[j] * scale - highest[j >> 1 & 1]);
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) total[j >> 1 & 1] += scores[j];
   }
 
   DEVICE void accept() {  // the probabilities; y must be at rest
     if (__any_sync(~0u, shrink[0] != 1 || shrink[1] != 1)) {
-      total[0] *= shrink[0], total[1] *= shrink[1];
 #pragma unroll
       for (int i = 0; i < DIM / 2; ++i) y[i] *= shrink[i >> 1 & 1];
     }
+    pack();
+  }
+
+  DEVICE void accept_first() {
 #pragma unroll
-    for (int j = 0; j < N / 2; ++j) total[j >> 1 & 1] += scores[j];
+    for (int i = 0; i < DIM / 2; ++i) y[i] = 0;
+    pack();
+  }
+
+  DEVICE void pack() {
 #pragma unroll
     for (int j = 0; j < N / 4; ++j) weights[j] = packed<T>(scores[2 * j], scores[2 * j + 1]);
   }
@@ -197,79 +249,110 @@ struct Consumer {
     if (thread % 32 == 0) barrier_arrive(shared_address(&empty));
   }
 
-  DEVICE void clean() {  // what lies behind the context: 0 * NaN would be NaN
-    const int left = part.context - (part.blocks - 1) * N;
+  // What lies behind the context in the i-th block read, the tile's last one: 0 * NaN would be NaN.
+  DEVICE void clean(int i) {
+    const int left = context - (blocks - 1) * N;
     if (left >= N) return;
-    barrier_wait(shared_address(&s.values_full[0]), 0);
-    for (int at = threadIdx.x - 128; at < (N - left) * (DIM / 8); at += 256) {
-      const int r = left + at / (DIM / 8), unit = at % (DIM / 8);
-      *reinterpret_cast<uint4*>(s.values[0] + unit / 8 * N * 128 + swizzled(r, unit % 8)) =
+    barrier_wait(shared_address(&s.values_full[i % STAGES]), i / STAGES & 1);
+    for (int at = thread; at < (N - left) * UNITS; at += 128) {  // each warpgroup for itself
+      const int r = left + at / UNITS, unit = at % UNITS;
+      *reinterpret_cast<uint4*>(s.values[i % STAGES] + unit / 8 * N * 128 + swizzled(r, unit % 8)) =
           uint4{0, 0, 0, 0};
     }
     fence_async();
-    group_sync<256>(3);
+    group_sync<128>(1 + side);
+  }
+
+  // Starts the scores of block i and the output of the one before; returns when the scores are there.
+  DEVICE void step(int i, int buffer) {
+    group_sync<256>(4 + side);
+    score(i, buffer);
+    mix(i - 1);
+    group_arrive<256>(5 - side);
+    matrix_wait<1>();
+    pin(scores);
+    release(s.keys_empty[i % STAGES]);
+  }
+
+  DEVICE void settle(int i) {  // y is at rest, and done with block i
+    matrix_wait<0>();
+    pin(y);
+    release(s.values_empty[i % STAGES]);
   }
 
   DEVICE void run() {
-    score(0);
+    if (!begin(0)) return;
+    score(0, 0);
     matrix_wait<0>();
     pin(scores);
     release(s.keys_empty[0]);
-    softmax(0);
-    accept();
-    clean();
-    if (TURNS && side == 1) group_arrive<256>(4);
-    for (int i = 1; i < part.blocks; ++i) {
-      if (TURNS) group_sync<256>(4 + side);
-      score(i);
-      mix(i - 1);
-      if (TURNS) group_arrive<256>(5 - side);
-      matrix_wait<1>();
-      pin(scores);
-      release(s.keys_empty[i % STAGES]);
-      softmax(i);
-      matrix_wait<0>();
-      pin(y);
-      release(s.values_empty[(i - 1) % STAGES]);
-      accept();
+    softmax(blocks - 1);
+    accept_first();
+    clean(0);
+    if (side == 1) group_arrive<256>(4);
+    for (int taken = 0, i = 0;; ++taken) {  // block i has its probabilities
+      for (int at = blocks - 2; at >= 0; --at) {
+        step(++i, taken & 1);
+        softmax(at);
+        settle(i - 1);
+        accept();
+      }
+      const float sums[2] = {total[0], total[1]};
+      if (!begin(taken + 1)) {
+        if (side == 0) group_sync<256>(4);  // as many syncs as arrivals
+        mix(i);
+        settle(i);
+        store(taken & 1, sums);
+        return;
+      }
+      step(++i, taken + 1 & 1);
+      softmax(blocks - 1);
+      settle(i - 1);
+      store(taken & 1, sums);
+      accept_first();
+      clean(i);
     }
-    if (TURNS && side == 0) group_sync<256>(4);  // as many syncs as arrivals
-    mix(part.blocks - 1);
-    matrix_wait<0>();
-    pin(y);
   }
 
-  DEVICE void store() {
-    const int units = DIM / 8, group = int(x.group);
+  DEVICE void store(int buffer, const float (&sums)[2]) {
+    const Part& done = s.parts[buffer];
+    const int group = int(x.group);
+    group_sync<128>(1 + side);  // all have read the queries there
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float inverse = 1 / sum_of_row(total[r]);
+      const float inverse = 1 / sum_of_row(sums[r]);
 #pragma unroll
-      for (int j = 0; j < DIM / 8; ++j)
-        *reinterpret_cast<uint32_t*>(own_row(row + 8 * r, j) + thread % 4 * 4) =
-            packed<T>(y[4 * j + 2 * r] * inverse, y[4 * j + 2 * r + 1] * inverse);
+      for (int j = 0; j < UNITS; ++j) {
+        const uint32_t both = packed<T>(y[4 * j + 2 * r] * inverse, y[4 * j + 2 * r + 1] * inverse);
+        const uint32_t to = query_unit(s, buffer, side * 64 + row + 8 * r, j) + thread % 4 * 4;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(both) : "memory");
+      }
     }
-    group_sync<128>(1 + side);
-    for (int i = thread; i < 64 * units; i += 128) {
-      const int r = i / units, packed_row = part.first + side * 64 + r;
-      if (side * 64 + r < part.rows)
+    __syncwarp();
+    for (int i = thread % 32; i < 16 * UNITS; i += 32) {  // a warp's own rows
+      const int r = side * 64 + thread / 32 * 16 + i / UNITS, at = done.first + r;
+      uint4 value;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                   : "r"(query_unit(s, buffer, r, i % UNITS))
+                   : "memory");
+      if (r < done.rows)
         *reinterpret_cast<uint4*>(
-            x.y + 2 * ((part.start + packed_row / group) * x.y_token +
-                       (part.head * group + packed_row % group) * x.y_head) + i % units * 16) =
-            *reinterpret_cast<const uint4*>(own_row(r, i % units));
+            x.y + 2 * ((done.start + at / group) * x.y_token +
+                       (done.head * group + at % group) * x.y_head) + i % UNITS * 16) = value;
     }
+    __syncwarp();
+    release(s.query_empty[buffer]);
   }
 };
 
-template <class T, int DIM, int N, int STAGES, bool TURNS>
+template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
     prefill_kernel(const Arguments x, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const float scale) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  auto& s = *reinterpret_cast<Shared<DIM, N, STAGES>*>(memory);
+  auto& s = *reinterpret_cast<Shared*>(memory);
   allow_launch_after();
-  const Part part = find_part<N>(x);
-  if (part.blocks == 0) return;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(shared_address(&s.keys_full[i]), 1);
@@ -277,27 +360,32 @@ __global__ void __launch_bounds__(THREADS, 1)
       barrier_init(shared_address(&s.keys_empty[i]), 8);
       barrier_init(shared_address(&s.values_empty[i]), 8);
     }
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(shared_address(&s.query_full[i]), LOADERS);
+      barrier_init(shared_address(&s.query_empty[i]), 9);  // the warps that compute or load K and V
+    }
     fence_async();
   }
   __syncthreads();
   wait_for_launch_before();
   if (threadIdx.x < 128) {
-    fewer_registers<24>();
-    if (threadIdx.x == 0) load_blocks(x, part, &k_map, &v_map, s);
+    fewer_registers<32>();
+    if (threadIdx.x < 32)
+      load_blocks(x, &k_map, &v_map, s);
+    else
+      load_queries(x, s);
   } else {
     more_registers<240>();
-    Consumer<T, DIM, N, STAGES, TURNS> consumer(s, x, part, scale);
-    consumer.load_query();
-    consumer.run();
-    consumer.store();
+    Consumer<T>(s, x, scale).run();
   }
 }
 
-template <class T, int DIM, int N, int STAGES, bool TURNS>
+template <class T>
 int start(const Arguments& x, const CUtensorMap& k_map, const CUtensorMap& v_map, float scale,
-          void* stream) {
-  return launch(prefill_kernel<T, DIM, N, STAGES, TURNS>, dim3(x.kv_heads, x.tiles), 1, THREADS,
-                int(sizeof(Shared<DIM, N, STAGES>)), stream, x, k_map, v_map, scale);
+          int processors, void* stream) {
+  const int64_t tiles = x.kv_heads * x.tiles;
+  return launch(prefill_kernel<T>, dim3(unsigned(tiles < processors ? tiles : processors)), THREADS,
+                int(sizeof(Shared)), stream, x, k_map, v_map, scale);
 }
 
 }  // namespace
@@ -306,20 +394,15 @@ int start(const Arguments& x, const CUtensorMap& k_map, const CUtensorMap& v_map
 // where the driver refuses the map of a pool.
 extern "C" int paged_prefill(const Arguments* x, void* k_pool, void* v_pool, int64_t blocks,
                              const int64_t* k_bytes, const int64_t* v_bytes, float scale, int fp16,
-                             int variant, void* stream) {
+                             int processors, void* stream) {
   CUtensorMap maps[2];
-  const uint64_t sizes[4] = {128, uint64_t(x->kv_heads), uint64_t(x->page), uint64_t(blocks)};
+  const uint64_t sizes[4] = {DIM, uint64_t(x->kv_heads), uint64_t(x->page), uint64_t(blocks)};
   const uint32_t box[4] = {64, 1, uint32_t(x->box), 1};
   for (int i = 0; i < 2; ++i) {
     const int64_t* given = i ? v_bytes : k_bytes;
     const uint64_t strides[3] = {uint64_t(given[2]), uint64_t(given[1]), uint64_t(given[0])};
     if (!make_map(&maps[i], !fp16, i ? v_pool : k_pool, 4, sizes, strides, box)) return -1;
   }
-  using B = __nv_bfloat16;
-  auto run = variant == 0   ? start<B, 128, 128, 2, true>
-             : variant == 1 ? start<B, 128, 128, 2, false>
-             : variant == 2 ? start<B, 128, 64, 4, true>
-                            : start<B, 128, 64, 4, false>;
-  if (fp16) run = start<__half, 128, 128, 2, true>;
-  return run(*x, maps[0], maps[1], scale, stream);
+  return (fp16 ? start<__half> : start<__nv_bfloat16>)(*x, maps[0], maps[1], scale, processors,
+                                                       stream);
 }

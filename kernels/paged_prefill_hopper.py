@@ -1,6 +1,6 @@
 """Launches paged_prefill_hopper.cu: causal prefill attention on Hopper GPUs.
 
-Shapes as in paged_prefill.py. Serves equal head dims of 64 and 128, bf16 and fp16, and blocks of
+Shapes as in paged_prefill.py. Serves head dim 128, bf16 and fp16, and blocks of
 8, 16, 32, 64 or a multiple of 128 tokens; anything else is Triton's.
 """
 
@@ -13,21 +13,22 @@ from torch import Tensor
 
 from seekforge.kernels.hopper import arguments, check, library, stream
 from seekforge.kernels.paged_mla_hopper import HALF, LOG2_E, aligned, box_tokens
+from seekforge.kernels.tuning import multiprocessors
 
 ROWS, TOKENS = 128, 128
 
 
 def paged_prefill_hopper(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, block_tables: Tensor, context_lens: Tensor,
-    query_start: Tensor, scale: float, y: Tensor, least: int, variant: int = 0,
+    query_start: Tensor, scale: float, y: Tensor, least: int,
 ) -> bool:  # fmt: skip
     """Fills y's rows of the sequences with at least `least` new tokens, or returns False where this
     kernel does not serve."""
     tokens, heads, dim = q.shape
     block_size, kv_heads = k_pool.shape[1:3]
-    box = box_tokens(block_size, 64 if variant >= 2 else TOKENS)
+    box = box_tokens(block_size, TOKENS)
     if (
-        dim not in (128,)
+        dim != 128
         or v_pool.shape[3] != dim
         or box is None
         or q.dtype not in HALF
@@ -50,8 +51,7 @@ def paged_prefill_hopper(
     status = built.paged_prefill(
         given, ctypes.c_void_p(k_pool.data_ptr()), ctypes.c_void_p(v_pool.data_ptr()),
         ctypes.c_int64(k_pool.shape[0]), *strides, ctypes.c_float(scale * LOG2_E),
-        int(q.dtype == torch.float16), variant,
-        ctypes.c_void_p(stream()),
+        int(q.dtype == torch.float16), multiprocessors(q.device), ctypes.c_void_p(stream()),
     )  # fmt: skip
     check(status, "paged_prefill_hopper")
     return True

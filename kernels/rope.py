@@ -15,6 +15,8 @@ Source: Su et al., "RoFormer", 2021.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -93,32 +95,33 @@ def angles(cos, sin, position, ROTARY: tl.constexpr, PAIRS: tl.constexpr):  # ty
 def rope_kernel(  # type: ignore[no-untyped-def]
     q, k, q_out, k_out, cos, sin, positions, q_token, q_head, k_token, k_head,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    PAIRS: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PAIRS: tl.constexpr, TAIL: tl.constexpr, Q_PAD: tl.constexpr, K_PAD: tl.constexpr,
+    INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, i): the i-th HEADS heads of q and, behind those, of k."""
+    """A program turns a token's heads of q and k: all of them are under way together."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    q_parts: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     c, s = angles(cos, sin, tl.load(positions + token), ROTARY, PAIRS)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if tl.program_id(1) < q_parts:
-        inside = head < Q_HEADS
-        x = q + token * q_token + head * q_head
-        y = q_out + (token * Q_HEADS + head) * DIM
-    else:
-        head -= q_parts * HEADS
-        inside = head < K_HEADS
-        x = k + token * k_token + head * k_head
-        y = k_out + (token * K_HEADS + head) * DIM
-    a, b = rotated_heads(x, c, s, inside, ROTARY, PAIRS, INTERLEAVED, HEADS)
-    store_pairs(y, a, b, inside, ROTARY, PAIRS, INTERLEAVED, HEADS)
+    head = tl.arange(0, Q_PAD).to(tl.int64)[:, None]
+    in_q = head < Q_HEADS
+    q += token * q_token + head * q_head
+    q_out += (token * Q_HEADS + head) * DIM
+    head = tl.arange(0, K_PAD).to(tl.int64)[:, None]
+    in_k = head < K_HEADS
+    k += token * k_token + head * k_head
+    k_out += (token * K_HEADS + head) * DIM
+    qa, qb = rotated_heads(q, c, s, in_q, ROTARY, PAIRS, INTERLEAVED, Q_PAD)
+    ka, kb = rotated_heads(k, c, s, in_k, ROTARY, PAIRS, INTERLEAVED, K_PAD)
+    store_pairs(q_out, qa, qb, in_q, ROTARY, PAIRS, INTERLEAVED, Q_PAD)
+    store_pairs(k_out, ka, kb, in_k, ROTARY, PAIRS, INTERLEAVED, K_PAD)
     if DIM > ROTARY:
         at = ROTARY + tl.arange(0, TAIL)[None, :]
-        rest = tl.load(x + at, mask=inside & (at < DIM), other=0.0)
-        tl.store(y + at, rest, mask=inside & (at < DIM))
+        q_rest = tl.load(q + at, mask=in_q & (at < DIM), other=0.0)
+        k_rest = tl.load(k + at, mask=in_k & (at < DIM), other=0.0)
+        tl.store(q_out + at, q_rest, mask=in_q & (at < DIM))
+        tl.store(k_out + at, k_rest, mask=in_k & (at < DIM))
 
 
 def as_tokens(x: Tensor) -> Tensor:
@@ -132,10 +135,13 @@ def in_place(*tensors: Tensor) -> tuple[bool, list[Tensor]]:
     return all(x is y for x, y in zip(made, tensors, strict=True)), made
 
 
-def heads_per_program(tokens: int, heads: int, head_dim: int) -> tuple[int, int]:
-    """(heads, warps) from h200.json, by the number of values; without a row 8 heads by 4 warps."""
-    row = first("rope", values=tokens * heads * head_dim) or {"heads": 8, "warps": 4}
-    return min(row["heads"], next_power_of_2(heads)), row["warps"]
+def token_warps(
+    tokens: int, heads: int, head_dim: int, row: Mapping[str, int] | None = None
+) -> int:
+    """Triton's num_warps for the heads of a token, of a row of h200.json, found by the number of
+    tokens, or of the one given: `per_thread` values of q in each thread. Without one 64."""
+    row = row or first("rope", tokens=tokens) or {"per_thread": 64}
+    return max(1, min(16, next_power_of_2(heads * head_dim) // (32 * row["per_thread"])))
 
 
 def rope_triton(
@@ -149,16 +155,16 @@ def rope_triton(
     q, k = as_tokens(q), as_tokens(k)
     tokens, heads, dim = q.shape
     rotary, kv_heads = 2 * cos.shape[-1], k.shape[1]
-    each, warps = heads_per_program(tokens, heads + kv_heads, dim)
     older, (cos, sin, positions) = in_place(cos, sin, positions)
     overlap = older and overlaps_launches(q.device)
-    rope_kernel[(tokens, -(-heads // each) - (-kv_heads // each))](
+    rope_kernel[(tokens,)](
         q, k, q_out, k_out, cos, sin, positions,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         Q_HEADS=heads, K_HEADS=kv_heads, DIM=dim, ROTARY=rotary,
         PAIRS=next_power_of_2(rotary // 2), TAIL=next_power_of_2(max(dim - rotary, 1)),
-        INTERLEAVED=interleaved, HEADS=each, OVERLAP=overlap, num_warps=warps,
-        enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
+        Q_PAD=next_power_of_2(heads), K_PAD=next_power_of_2(kv_heads), INTERLEAVED=interleaved,
+        OVERLAP=overlap, num_warps=token_warps(tokens, heads, dim), enable_fp_fusion=False,
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return q_out, k_out
 

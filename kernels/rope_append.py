@@ -22,15 +22,14 @@ from seekforge.kernels.kv_write import (
     largest,
     pool_kind,
     quantised,
-    store_heads,
 )
 from seekforge.kernels.rope import (
     angles,
-    heads_per_program,
     in_place,
     rope_reference,
     rotated_heads,
     store_pairs,
+    token_warps,
 )
 from seekforge.kernels.triton_support import jit, next_power_of_2, tl
 from seekforge.kernels.tuning import overlaps_launches
@@ -53,77 +52,68 @@ def rope_append_kernel(  # type: ignore[no-untyped-def]
     k_block, k_slot, k_pool_head, v_block, v_slot, v_pool_head,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
-    V_DIM: tl.constexpr, V: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr,
-    HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+    V_DIM: tl.constexpr, V: tl.constexpr, Q_PAD: tl.constexpr, K_PAD: tl.constexpr,
+    INTERLEAVED: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, i): the i-th HEADS heads of q and, behind those, of k and of v."""
+    """A program does one token: its heads of q, k and v are under way together."""
     token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    head = tl.arange(0, HEADS)
-    q_parts: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
-    k_parts: tl.constexpr = (K_HEADS + HEADS - 1) // HEADS
     slot = tl.load(slot_mapping + token)
     c, s = angles(cos, sin, tl.load(positions + token), ROTARY, PAIRS)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     at = ROTARY + tl.arange(0, TAIL)[None, :]
-    if part < q_parts:
-        head += part * HEADS
-        wide = head[:, None].to(tl.int64)
-        inside = wide < Q_HEADS
-        source = q + token * q_token + wide * q_head
-        target = y + (token * Q_HEADS + wide) * DIM
-        a, b = rotated_heads(source, c, s, inside, ROTARY, PAIRS, INTERLEAVED, HEADS)
-        store_pairs(target, a, b, inside, ROTARY, PAIRS, INTERLEAVED, HEADS)
-        if DIM > ROTARY:
-            rest = tl.load(source + at, mask=inside & (at < DIM), other=0.0)
-            tl.store(target + at, rest, mask=inside & (at < DIM))
-    elif slot >= 0:
+    column = tl.arange(0, V)[None, :]
+    head = tl.arange(0, Q_PAD).to(tl.int64)[:, None]
+    in_q = head < Q_HEADS
+    q += token * q_token + head * q_head
+    y += (token * Q_HEADS + head) * DIM
+    kv_head = tl.arange(0, K_PAD)
+    head = kv_head.to(tl.int64)[:, None]
+    in_k = head < K_HEADS
+    in_v = in_k & (column < V_DIM)
+    k += token * k_token + head * k_head
+    qa, qb = rotated_heads(q, c, s, in_q, ROTARY, PAIRS, INTERLEAVED, Q_PAD)
+    ka, kb = rotated_heads(k, c, s, in_k, ROTARY, PAIRS, INTERLEAVED, K_PAD)
+    value = tl.load(v + token * v_token + head * v_head + column, mask=in_v, other=0.0)
+    store_pairs(y, qa, qb, in_q, ROTARY, PAIRS, INTERLEAVED, Q_PAD)
+    if DIM > ROTARY:
+        rest = tl.load(k + at, mask=in_k & (at < DIM), other=0.0)
+        q_rest = tl.load(q + at, mask=in_q & (at < DIM), other=0.0)
+        tl.store(y + at, q_rest, mask=in_q & (at < DIM))
+    if slot >= 0:
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
-        scale_at = slot * K_HEADS if KIND == "int8" else slot * 0
-        if part < q_parts + k_parts:
-            head += (part - q_parts) * HEADS
-            wide = head[:, None].to(tl.int64)
-            inside = wide < K_HEADS
-            source = k + token * k_token + wide * k_head
-            target = k_pool + block * k_block + offset * k_slot + wide * k_pool_head
-            a, b = rotated_heads(source, c, s, inside, ROTARY, PAIRS, INTERLEAVED, HEADS)
+        k_pool += block * k_block + offset * k_slot + head * k_pool_head
+        v_pool += block * v_block + offset * v_slot + head * v_pool_head
+        if KIND != "plain":
+            scale_at = slot * K_HEADS if KIND == "int8" else slot * 0
+            top = tl.maximum(largest(ka), largest(kb))
             if DIM > ROTARY:
-                rest = tl.load(source + at, mask=inside & (at < DIM), other=0.0)
-            if KIND != "plain":
-                top = tl.maximum(largest(a), largest(b))
-                if DIM > ROTARY:
-                    top = tl.maximum(top, largest(rest))
-                by = head_scale(top, k_scale + scale_at, head, K_HEADS, KIND)
-                a = quantised(a, by, KIND)
-                b = quantised(b, by, KIND)
-                if DIM > ROTARY:
-                    rest = quantised(rest, by, KIND)
-            store_pairs(target, a, b, inside, ROTARY, PAIRS, INTERLEAVED, HEADS)
+                top = tl.maximum(top, largest(rest))
+            by = head_scale(top, k_scale + scale_at, kv_head, K_HEADS, KIND)
+            ka = quantised(ka, by, KIND)
+            kb = quantised(kb, by, KIND)
             if DIM > ROTARY:
-                tl.store(target + at, rest, mask=inside & (at < DIM))
-        else:
-            head += (part - q_parts - k_parts) * HEADS
-            wide = head[:, None].to(tl.int64)
-            store_heads(
-                v + token * v_token + wide * v_head,
-                v_pool + block * v_block + offset * v_slot + wide * v_pool_head,
-                v_scale + scale_at, head, K_HEADS, V_DIM, V, KIND,
-            )  # fmt: skip
+                rest = quantised(rest, by, KIND)
+            by = head_scale(largest(value), v_scale + scale_at, kv_head, K_HEADS, KIND)
+            value = quantised(value, by, KIND)
+        store_pairs(k_pool, ka, kb, in_k, ROTARY, PAIRS, INTERLEAVED, K_PAD)
+        if DIM > ROTARY:
+            tl.store(k_pool + at, rest, mask=in_k & (at < DIM))
+        tl.store(v_pool + column, value, mask=in_v)
 
 
 def rope_append_triton(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
     k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor, interleaved: bool,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    tile: tuple[int, int] | None = None,
+    warps: int | None = None,
 ) -> Tensor:  # fmt: skip
     """May start before the launch before it has ended: tables, positions and slots must be older
     than that one. Lets the next start early, which must wait before it reads y or the pools.
 
-    tile: heads of a program and Triton's num_warps, instead of those of h200.json.
+    warps: Triton's num_warps, instead of those of h200.json.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     tokens, heads, dim = q.shape
@@ -133,8 +123,7 @@ def rope_append_triton(
         return y
     older, (cos, sin, positions, slot_mapping) = in_place(cos, sin, positions, slot_mapping)
     overlap = older and overlaps_launches(q.device)
-    each, warps = tile or heads_per_program(tokens, heads + 2 * kv_heads, dim)
-    rope_append_kernel[(tokens, -(-heads // each) - 2 * (-kv_heads // each))](
+    rope_append_kernel[(tokens,)](
         q, k, v, y, k_pool, v_pool,
         k_pool if k_scale is None else k_scale, v_pool if v_scale is None else v_scale,
         cos, sin, positions, slot_mapping,
@@ -143,7 +132,9 @@ def rope_append_triton(
         Q_HEADS=heads, K_HEADS=kv_heads, BLOCK_SIZE=k_pool.shape[1],
         DIM=dim, ROTARY=rotary, PAIRS=next_power_of_2(rotary // 2),
         TAIL=next_power_of_2(max(dim - rotary, 1)), V_DIM=v_dim, V=next_power_of_2(v_dim),
-        INTERLEAVED=interleaved, KIND=pool_kind(k_pool), HEADS=each, OVERLAP=overlap,
-        num_warps=warps, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
+        Q_PAD=next_power_of_2(heads), K_PAD=next_power_of_2(kv_heads), INTERLEAVED=interleaved,
+        KIND=pool_kind(k_pool), OVERLAP=overlap, enable_fp_fusion=False,
+        num_warps=warps or token_warps(tokens, heads, dim),
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return y

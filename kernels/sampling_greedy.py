@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seekforge.kernels.sampling import load_tokens
 from seekforge.kernels.triton_support import jit, next_power_of_2, tl
 from seekforge.kernels.tuning import first, multiprocessors, overlaps_launches
 
@@ -26,16 +25,29 @@ def greedy_reference(logits: Tensor, banned: Tensor | None = None) -> Tensor:
 
 
 @jit
+def load_tokens(row, start, vocab, banned, LANES: tl.constexpr, BANNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(ids, logits in fp32) of LANES tokens from start on; -inf where there are none."""
+    token = start + tl.arange(0, LANES)
+    x = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    if BANNED:
+        x = tl.where(tl.load(banned + token, mask=token < vocab, other=1) != 0, float("-inf"), x)
+    return token, x
+
+
+@jit
 def greedy_part_kernel(  # type: ignore[no-untyped-def]
-    logits, banned, values, tokens, vocab, row_stride, PART: tl.constexpr, LANES: tl.constexpr,
-    BANNED: tl.constexpr, OVERLAP: tl.constexpr,
+    logits, banned, values, tokens, zeroed, vocab, row_stride, PART: tl.constexpr,
+    LANES: tl.constexpr, ZEROS: tl.constexpr, BANNED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (part, row): tokens part * PART to (part + 1) * PART."""
+    """Program (part, row): tokens part * PART to (part + 1) * PART. The first of a row also clears
+    ZEROS counters for kernels that follow."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     r = tl.program_id(1).to(tl.int64)
     row = logits + r * row_stride
+    if ZEROS > 0 and tl.program_id(0) == 0:
+        tl.store(zeroed + r * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.int32))
     begin = tl.program_id(0) * PART
     best = tl.full([LANES], float("-inf"), tl.float32)
     where = tl.zeros([LANES], tl.int32)
@@ -54,21 +66,28 @@ def greedy_part_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def greedy_merge_kernel(  # type: ignore[no-untyped-def]
-    values, tokens, out, parts, PARTS: tl.constexpr, OVERLAP: tl.constexpr
-):
-    r = tl.program_id(0).to(tl.int64)
+def best_of_parts(values, tokens, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(largest logit, its token) of a row's parts; (NaN, -1) where they are no distribution."""
     part = tl.arange(0, PARTS)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    value = tl.load(values + r * parts + part, mask=part < parts, other=float("-inf"))
-    token = tl.load(tokens + r * parts + part, mask=part < parts, other=0)
+    value = tl.load(values + part, mask=part < parts, other=float("-inf"))
+    token = tl.load(tokens + part, mask=part < parts, other=0)
     broken = tl.max((value != value).to(tl.int32), axis=0) != 0
     top = tl.max(tl.where(value != value, float("-inf"), value), axis=0)
     chosen = tl.min(tl.where(value == top, token, 2147483647), axis=0)
     usable = (top > float("-inf")) & (top < float("inf")) & (broken == 0)
-    tl.store(out + r, tl.where(usable, chosen, -1).to(tl.int64))
+    return tl.where(usable, top, float("nan")), tl.where(usable, chosen, -1)
+
+
+@jit
+def greedy_merge_kernel(  # type: ignore[no-untyped-def]
+    values, tokens, out, parts, PARTS: tl.constexpr, OVERLAP: tl.constexpr
+):
+    r = tl.program_id(0).to(tl.int64)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    _top, chosen = best_of_parts(values + r * parts, tokens + r * parts, parts, PARTS)
+    tl.store(out + r, chosen.to(tl.int64))
 
 
 def greedy_parts(rows: int, vocab: int, lanes: int, waves: float, processors: int) -> int:
@@ -95,9 +114,9 @@ def greedy_triton(
     overlap = overlaps_launches(logits.device)
     early = {"launch_pdl": True} if overlap else {}
     greedy_part_kernel[(parts, rows)](
-        logits, logits if banned is None else banned.view(torch.uint8), values, tokens, vocab,
-        logits.stride(0), PART=part, LANES=lanes, BANNED=banned is not None, OVERLAP=overlap,
-        num_warps=warps, **early,
+        logits, logits if banned is None else banned.view(torch.uint8), values, tokens, tokens,
+        vocab, logits.stride(0), PART=part, LANES=lanes, ZEROS=0, BANNED=banned is not None,
+        OVERLAP=overlap, num_warps=warps, **early,
     )  # fmt: skip
     greedy_merge_kernel[(rows,)](
         values, tokens, out, parts, PARTS=next_power_of_2(parts), OVERLAP=overlap, num_warps=1,

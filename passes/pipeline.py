@@ -18,6 +18,7 @@ from seekforge.passes.moe import fuse_moe
 from seekforge.passes.program import Program
 from seekforge.passes.qkv import fuse_qkv
 from seekforge.passes.rope import fuse_rope
+from seekforge.passes.rope_append import fuse_rope_append
 from seekforge.passes.rule import PassResult, apply
 
 Step = tuple[str, Callable[[Program], PassResult]]
@@ -50,10 +51,11 @@ def run_pipeline(
     max_len: int,
     expected: dict[str, int] | None,
     int4: Int4Options | None = None,
+    device: str = "cpu",
 ) -> tuple[list[PassResult], list[GraphInput]]:
     """All passes, from an exported graph to the `form` ("ragged" or "padded") that backends lower.
 
-    int4: how linear layers and experts are quantised; None: not at all.
+    int4: how linear layers and experts are quantised; None: not at all. device: "cpu" or "cuda".
     expected: passes and the number of times each must fire; None for a model without known numbers.
     Raises BuildError when one fired less often.
     """
@@ -64,6 +66,8 @@ def run_pipeline(
         )  # after the fusions: fused weights quantise as one
     inserted, inputs = insert_kv_cache(program, form)
     results += inserted
+    if form == "ragged" and device == "cuda":
+        results.append(fuse_rope_append(program))
     results.append(cleanup(program, "final cleanup"))
     if expected is not None:
         check_expected(results, expected)

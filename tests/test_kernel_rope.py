@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from seekforge.kernels.rope import rope, rope_reference, rope_triton
+from seekforge.kernels.rope import rope, rope_reference, rope_triton, token_warps
 from seekforge.kernels.tolerance import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -101,15 +101,17 @@ def test_kernel_reads_any_strides(kernel_device: str, layout: Callable[[Tensor],
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("heads", [1, 4, 8])
-def test_programs_of_some_heads(
-    kernel_device: str, poisoned: None, monkeypatch: pytest.MonkeyPatch, heads: int
-) -> None:
-    """9 heads of q and 3 of k, in parts of 1, 4 and 8."""
-    monkeypatch.setattr("seekforge.kernels.rope.heads_per_program", lambda *_: (heads, 1))
+def test_heads_that_are_no_power_of_2(kernel_device: str, poisoned: None) -> None:
     _, _, cos, sin = (t.to(kernel_device) for t in draw(torch.bfloat16, 16, 16))
     q, k = (torch.randn(B, S, h, 16, device=kernel_device).bfloat16() for h in (9, 3))
     positions = POSITIONS.to(kernel_device)
     ours = rope_triton(q, k, cos, sin, positions, False)
     for x, y in zip(ours, rope_reference(q, k, cos, sin, positions, False), strict=True):
-        assert torch.equal(x, y), f"{heads=}"
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim", "warps"), [(10**6, 32, 128, 2), (10**6, 2, 16, 1), (1, 128, 256, 16)]
+)
+def test_warps_grow_with_the_heads(tokens: int, heads: int, dim: int, warps: int) -> None:
+    assert token_warps(tokens, heads, dim) == warps

@@ -81,13 +81,13 @@ def test_kernel(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("heads_each", [1, 2, 8])
-def test_dtypes_and_parts(
-    kernel_device: str, poisoned: None, dtype: torch.dtype, heads_each: int
+@pytest.mark.parametrize("warps", [None, 1, 8])
+def test_dtypes_and_warps(
+    kernel_device: str, poisoned: None, dtype: torch.dtype, warps: int | None
 ) -> None:
     case = draw(6, 3, 16, 16, 16, device=kernel_device, dtype=dtype, block_size=16)
     ours, right = arguments(case), arguments(case)
-    y = rope_append_triton(*ours, tile=(heads_each, 2))  # type: ignore[arg-type]
+    y = rope_append_triton(*ours, warps=warps)  # type: ignore[arg-type]
     assert torch.equal(y, rope_append_reference(*right))  # type: ignore[arg-type]
     assert same(ours[6], right[6]) and same(ours[7], right[7])  # type: ignore[arg-type]
 

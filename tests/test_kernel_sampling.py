@@ -44,10 +44,9 @@ def draw(
     return [x.to(logits.device) for x in made]
 
 
-@pytest.fixture(autouse=True)
-def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small vocabularies have several tokens a lane; the interpreter is slow."""
-    monkeypatch.setattr(sampling, "LANES", 64)
+def sample(given: list[Tensor], banned: Tensor | None = None, lanes: int = 256) -> Tensor:
+    """With small parts, so that small vocabularies have several; the interpreter is slow."""
+    return sample_triton(*given, banned, config=(lanes, 1), rounds=2)
 
 
 def normal(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -80,21 +79,33 @@ def test_kernel_draws_what_the_reference_draws(
     given = draw(normal(5, 1111, dtype).to(kernel_device), **case)
     banned = torch.zeros(1111, dtype=torch.bool, device=kernel_device)
     banned[given[0][0].argmax()] = True
-    assert torch.equal(sample_triton(*given, banned), sample_reference(*given, banned))
+    assert torch.equal(sample(given, banned), sample_reference(*given, banned))
 
 
-def test_all_lanes(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert sampling.LANES == 4096
-    given = draw(normal(2, 9001).to(kernel_device), top_k=4000, top_p=0.9)
-    assert torch.equal(sample_triton(*given), sample_reference(*given))
+@pytest.mark.parametrize(("config", "rounds"), [(None, 3), ((64, 4), 1), ((512, 1), 3)])
+def test_any_configuration_draws_the_same(
+    kernel_device: str, poisoned: None, config: tuple[int, int] | None, rounds: int
+) -> None:
+    """Rows of even likelihoods and a small share need up to four draws."""
+    logits = normal(4, 1000)
+    logits[1:] /= 30
+    given = draw(logits.to(kernel_device), top_k=[0, 400, 0, 30], top_p=[0.3, 0.05, 0.02, 0.5])
+    drawn = sample_triton(*given, config=config, rounds=rounds)
+    assert torch.equal(drawn, sample_reference(*given))
+
+
+def test_without_top_k(kernel_device: str, poisoned: None) -> None:
+    given = draw(normal(2, 300).to(kernel_device), top_p=0.5)
+    expected = sample(given)
+    given[2] = None  # type: ignore[call-overload]
+    assert torch.equal(sample(given), expected)
 
 
 def test_any_strides(kernel_device: str) -> None:
     logits = normal(4, 90).to(kernel_device)
     expected = sample_reference(*draw(logits))
     for laid in (logits.t().contiguous().t(), torch.nn.functional.pad(logits, (3, 2))[:, 3:-2]):
-        assert torch.equal(sample_triton(*draw(laid)), expected)
+        assert torch.equal(sample(draw(laid)), expected)
 
 
 HALVES = [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]  # in base 2: 32, 16, 8, 4, 2, 1 of 63
@@ -129,7 +140,7 @@ def test_sets(
         torch.tensor(logits, device=kernel_device).repeat(256 if kernel_device == "cuda" else 6, 1),
         temperature=sampling.LOG2_E, **case,
     )  # fmt: skip
-    drawn = sample_triton(*given)
+    drawn = sample(given)
     assert torch.equal(drawn, sample_reference(*given))
     assert set(drawn.tolist()) <= expected
     assert kernel_device == "cpu" or set(drawn.tolist()) == expected
@@ -163,14 +174,14 @@ def test_distribution_is_that_of_the_cpu() -> None:
 def test_a_row_does_not_depend_on_the_others(kernel_device: str) -> None:
     """Alone, with the rows in another order, and among rows that need more draws."""
     given = draw(normal(5, 300).to(kernel_device), top_p=[0.2, 1.0, 0.6], temperature=[3.0, 1.0])
-    together = sample_triton(*given)
-    back = sample_triton(*(x.flip(0) for x in given)).flip(0)
-    alone = torch.cat([sample_triton(*(x[i : i + 1] for x in given)) for i in range(5)])
+    together = sample(given)
+    back = sample([x.flip(0) for x in given]).flip(0)
+    alone = torch.cat([sample([x[i : i + 1] for x in given]) for i in range(5)])
     assert torch.equal(together, back) and torch.equal(together, alone)
     other = [*given[:5], given[5] + 1, given[6]]
     later = [*given[:6], given[6] + 1]
-    assert not torch.equal(together, sample_triton(*other))
-    assert not torch.equal(together, sample_triton(*later))
+    assert not torch.equal(together, sample(other))
+    assert not torch.equal(together, sample(later))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -180,7 +191,7 @@ def test_unusable_rows(kernel_device: str, poisoned: None, temperature: float) -
         torch.nan, torch.inf, -torch.inf, -torch.inf,
     )  # fmt: skip
     given = draw(logits.to(kernel_device), temperature=temperature, top_p=0.9)
-    drawn = sample_triton(*given).tolist()
+    drawn = sample(given, lanes=32).tolist()
     assert drawn == sample_reference(*given).tolist()
     assert drawn[:4] == [-1, -1, -1, 0] and drawn[4] >= 0
     greedy = greedy_triton(given[0]).tolist()
@@ -199,7 +210,7 @@ def test_greedy_is_argmax(
     expected = torch.stack([(row == row.max()).nonzero()[0, 0] for row in logits])
     assert torch.equal(greedy_triton(logits.to(kernel_device), None, config).cpu(), expected)
     as_rule = draw(logits.to(kernel_device), temperature=0.0)
-    assert torch.equal(sample_triton(*as_rule).cpu(), expected)
+    assert torch.equal(sample(as_rule).cpu(), expected)
     banned = torch.zeros(1000, dtype=torch.bool, device=kernel_device)
     banned[999] = banned[0] = True
     given = logits.to(kernel_device)
