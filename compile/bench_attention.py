@@ -18,8 +18,8 @@ from torch import Tensor
 from seekforge.compile.bench_floors import Floor, Floors
 from seekforge.compile.bench_kernels import Candidate, Row, copies
 from seekforge.kernels.paged_decode import paged_decode_triton
-from seekforge.kernels.paged_mla_decode import paged_mla_decode_triton
-from seekforge.kernels.paged_prefill import paged_prefill_triton
+from seekforge.kernels.paged_mla_decode import paged_mla_decode
+from seekforge.kernels.paged_prefill import paged_prefill
 from seekforge.kernels.quantised_paged_attention import quantise_heads
 from seekforge.kernels.tuning import Config
 
@@ -145,7 +145,7 @@ def mla_row(
     parts = q[..., :RANK], q[..., RANK:]
 
     def ours(config: Config | None, given: Tensor) -> Tensor:
-        paged_mla_decode_triton(*parts, given, table, lens, starts, scale, y, config)
+        paged_mla_decode(*parts, given, table, lens, starts, scale, y, config)
         return y
 
     def candidates() -> Iterator[Candidate]:
@@ -192,7 +192,7 @@ def prefill_row(
     y = torch.empty_like(q[0])
 
     def ours(config: Config | None) -> Tensor:
-        paged_prefill_triton(q[0], pools[0], pools[1], table, lens, starts, DIM**-0.5, y, 1, config)
+        paged_prefill(q[0], pools[0], pools[1], table, lens, starts, DIM**-0.5, y, 1, config)
         return y
 
     def candidates() -> Iterator[Candidate]:

@@ -25,7 +25,8 @@ from seekforge.compile.bundle import (
 )
 from seekforge.compile.calibration_file import CALIBRATION_NAME, Calibrated
 from seekforge.compile.export import DTYPES, export_checkpoint
-from seekforge.compile.lower import Lowering, lower
+from seekforge.compile.failures import caught
+from seekforge.compile.lower import MODEL_NAME, Lowering, lower
 from seekforge.compile.prompts import PROMPTS
 from seekforge.compile.quantise import QUANTISATIONS, calibrated, summary, text_windows
 from seekforge.compile.steps import Steps
@@ -157,7 +158,11 @@ class _Job:
         self.steps.console.print(f"{backend}", style="bold")
         first = len(self.steps.done)
         dtype = self._dtype(backend)
-        with atomic_directory(self.out / backend) as folder:
+        log = self.out / f"{backend}.log"
+        with (
+            atomic_directory(self.out / backend) as folder,
+            caught(backend, log, self.steps, folder / MODEL_NAME),
+        ):
             program, inputs, passes = self._program(backend, dtype)
             source = self._source(program)
             if not link_weights(self.out, folder, recipe(program, source)):

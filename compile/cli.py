@@ -30,8 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         return code
     except SeekforgeError as error:
+        from seekforge.compile.failures import explained
+
         Console(stderr=True).print(
-            f"seekforge: {error}", style="red", markup=False, highlight=False
+            f"seekforge: {explained(error)}", style="red", markup=False, highlight=False
         )
         return error.exit_code
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx, nn
 
+from seekforge.compile.failures import export_failure
 from seekforge.kernels.errors import BuildError
 from seekforge.models.checkpoint import Checkpoint, tensors_for_parameter
 from seekforge.models.exportable import make_exportable
@@ -56,8 +57,7 @@ def export_module(
                 strict=False,
             )
     except Exception as error:
-        name = type(module).__name__
-        raise BuildError(f"torch.export of {name} failed: {error}") from error
+        raise export_failure(type(module).__name__, error) from error
     lifted = exported.module(check_guards=False)
     # A plain GraphModule: export's own checks its inputs in a hook, and passes will change them.
     graph_module = fx.GraphModule(lifted, lifted.graph)

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+import seekforge.kernels.rope_paged_attention  # graphs for the GPU call it
+from seekforge.compile.failures_inductor import inductor_failure
 from seekforge.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
-from seekforge.kernels.errors import BuildError
 from seekforge.kernels.gemv import gemv, in_memory, int4_gemv, one_token_int4_linear
 from seekforge.kernels.int4 import SYMMETRIC_ZERO
 from seekforge.kernels.int4_linear import inlined_int4_linear, int4_linear
@@ -115,9 +116,10 @@ def lower_inductor(
             command = [sys.executable, "-m", "seekforge.compile.inductor", str(job)]
             running.append((name, subprocess.Popen(command, stdout=log, stderr=log), log))
         for name, process, log in running:
-            if process.wait():
+            if code := process.wait():
                 log.seek(0)
-                raise BuildError(_failure(name, device, log.read()))
+                kept = folder.parent / "inductor.log"
+                raise inductor_failure(program, name, device, code, log.read(), kept)
     finally:
         for name, process, log in running:
             process.kill()
@@ -125,15 +127,6 @@ def lower_inductor(
             log.close()
             for suffix in (".job", ".log"):
                 (folder / f"{name}{suffix}").unlink(missing_ok=True)
-
-
-def _failure(name: str, device: str, log: str) -> str:
-    lines = [line for line in log.splitlines() if line.strip()]
-    cause = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")
-    return (
-        f"AOTInductor could not compile {name} for {device}: {cause.strip() or 'it was killed'}\n"
-        + "\n".join(lines[-15:])
-    )
 
 
 def _copy(program: Program) -> fx.GraphModule:
@@ -160,7 +153,7 @@ def _set_buffer(root: nn.Module, name: str, tensor: Tensor) -> None:
 def compile_package(job: Job) -> None:
     """Exports the job's graph with the operators inlined and writes its package."""
     one_token = job.fixed.get("tokens") == 1
-    inlined = INLINED | (ONE_TOKEN_INLINED if one_token else {})
+    inlined = INLINED | (ONE_TOKEN_INLINED if one_token else {}) if job.device == "cpu" else {}
     for node in list(job.module.graph.nodes):
         if node.target in inlined:
             node.target = inlined[node.target]

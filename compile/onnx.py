@@ -17,15 +17,17 @@ import onnx
 from onnx import helper
 from torch import fx
 
+from seekforge.compile.failures import failure, worded
 from seekforge.compile.onnx_builder import DTYPES, OnnxBuilder
+from seekforge.compile.onnx_nodes import OnnxNodes
 from seekforge.compile.onnx_translations import TRANSLATIONS
-from seekforge.kernels.errors import BuildError
 from seekforge.passes.kv_cache import GraphInput, graph_outputs
 from seekforge.passes.program import Program, source_line
 
 OPSET = 23
 # 11 reads opset 23; newer IR versions would shut out released runtimes.
 IR_VERSION = 11
+MAX_BYTES = (1 << 31) - 1  # of one protobuf message
 
 
 def write_onnx(
@@ -60,8 +62,42 @@ def write_onnx(
         ],
         ir_version=IR_VERSION,
     )
-    path.write_bytes(model.SerializeToString())
+    _write(model, path)
+    _check(model, path)
     return model
+
+
+def _write(model: onnx.ModelProto, path: Path) -> None:
+    """B48: protobuf keeps no more than 2 GB; the weights lie outside, so only a graph of millions
+    of nodes comes near."""
+    if model.ByteSize() > MAX_BYTES:
+        raise worded(
+            f"{path}: the ONNX graph takes {model.ByteSize()} bytes without its weights",
+            f"an ONNX file holds at most {MAX_BYTES}, and libraries save more as an empty file",
+            "build for inductor, or split the model",
+        )
+    path.write_bytes(model.SerializeToString())
+
+
+def _check(model: onnx.ModelProto, path: Path) -> None:
+    """The checker's opinion of the nodes; it refuses outside data that is a hard link, as the
+    weights of a bundle are, so they are inputs to it."""
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    del bare.graph.initializer[:]
+    for tensor in model.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            entry = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            bare.graph.input.append(entry)
+        else:
+            bare.graph.initializer.append(tensor)
+    try:
+        onnx.checker.check_model(bare)
+    except onnx.checker.ValidationError as error:
+        nodes = OnnxNodes(path)
+        named = nodes.mentioned(str(error))
+        at = nodes.chain(named[0]) if named else ()
+        raise failure("onnx", f"refused {path}", str(error), at=at) from None
 
 
 def _translate(builder: OnnxBuilder, node: fx.Node) -> None:
@@ -73,9 +109,11 @@ def _translate(builder: OnnxBuilder, node: fx.Node) -> None:
     elif node.op == "call_function":
         rule = TRANSLATIONS.get(node.target)
         if rule is None:
-            raise BuildError(
-                f"no ONNX translation for {node.target} (node {node.name}, from "
-                f"{source_line(node)}); add one to compile/onnx_translations.py"
+            raise worded(
+                f"no ONNX translation for {node.target}",
+                "the passes left an operator in the graph that is not of the closed set",
+                "add its translation to compile/onnx_translations.py, or build for inductor",
+                [source_line(node), f"FX node {node.name}"],
             )
         args = fx.node.map_arg(node.args, lambda n: builder.values[n])
         value: Any = rule(builder, node, *args)

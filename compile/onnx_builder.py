@@ -16,6 +16,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import fx
 
+from seekforge.compile.onnx_nodes import FX_KEY
 from seekforge.compile.weights import data_offsets
 from seekforge.passes.program import Program, module_path
 
@@ -83,6 +84,8 @@ class OnnxBuilder:
             frames = [f for f in trace.split("  File ")[1:] if "/torch/" not in f.split(",")[0]]
             entry = node.metadata_props.add()
             entry.key, entry.value = STACK_KEY, "  File " + frames[-1] if frames else trace
+        if self.origin is not None:
+            node.metadata_props.add(key=FX_KEY, value=self.origin.name)
         self.nodes.append(node)
         result: Any = results if outputs > 1 else results[0]
         if output is None:

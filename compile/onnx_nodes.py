@@ -15,8 +15,10 @@ import onnx
 
 from seekforge.kernels.errors import BuildError
 
-# torch's exporter keeps the Python stack that made a node under this key, innermost frame last.
+# torch's exporter keeps the Python stack that made a node under this key, innermost frame last, and
+# the name of the node of its own graph under the other.
 _STACK_KEY = "pkg.torch.onnx.stack_trace"
+FX_KEY = "pkg.torch.onnx.fx_node"
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<func>\S+))?\n?(?P<code>.*)'
 )
@@ -33,6 +35,8 @@ class OnnxNodes:
     def model(self) -> onnx.ModelProto:
         try:
             return onnx.load(self.path, load_external_data=False)
+        except MemoryError:
+            raise
         except Exception as error:  # onnx raises protobuf's own types
             raise BuildError(
                 f"{self.path}: not a readable ONNX model ({error}); export it again"
@@ -61,6 +65,15 @@ class OnnxNodes:
             return f"node {name!r}"
         line = source_line(node)
         return f"node {node.name!r} ({node.op_type})" + (f", from {line}" if line else "")
+
+    def chain(self, name: str, index: int = -1) -> list[str]:
+        """Where a node comes from: [source line, FX node, ONNX node], without what is unknown."""
+        node = self.find(name, index)
+        if node is None:
+            return [f"ONNX node {name!r}"] if name else []
+        line = source_line(node)
+        made = [f"FX node {p.value}" for p in node.metadata_props if p.key == FX_KEY]
+        return [*([line] if line else []), *made, f"ONNX node {node.name!r} ({node.op_type})"]
 
     def mentioned(self, text: str) -> list[str]:
         """Names of this file's nodes that occur in a backend's message, in order of appearance."""

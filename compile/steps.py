@@ -28,10 +28,12 @@ class Steps:
         self.subject = subject
         self.console = console or Console(stderr=True)
         self.done: list[dict[str, Any]] = []
+        self.running = "start"  # the step that runs, or the last that ran
 
     @contextmanager
     def step(self, name: str, detail: str = "") -> Iterator[None]:
         """Shows `name`, elapsed and expected seconds while the body runs, then one line."""
+        self.running = name
         expected = _recall(self.subject, name)
         hint = f" (expected {expected:.0f} s)" if expected and expected >= 1 else ""
         _reset_peak()

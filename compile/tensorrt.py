@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from seekforge.compile.failures import worded
 from seekforge.compile.onnx_nodes import OnnxNodes
 from seekforge.compile.tensorrt_layers import (
     CompiledLayer,
@@ -85,23 +86,22 @@ def build_tensorrt(
         try:
             builder = trt.Builder(logger)
         except TypeError:  # the binding's word for a null pointer
-            reason = "; ".join(log.errors) or "it gives no reason"
-            raise BuildError(f"{product} cannot build here: {reason} (log: {log_path})") from None
+            raise builder_failure(product, nodes, log.errors, log_path) from None
         # Strongly typed: layers run in the dtype of their tensors; nothing is demoted to be faster.
         flag = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
-        network = ParsedNetwork(trt, builder.create_network(flag), logger, nodes, log_path)
+        network = ParsedNetwork(product, builder.create_network(flag), logger, nodes, log_path)
         config = builder.create_builder_config()
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # logs the compiled layers
         if workspace_bytes is not None:
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
         _set_targets(trt, config, product, compute_capabilities)
-        _add_profiles(builder, config, profiles, network, nodes, log, log_path)
+        _add_profiles(product, builder, config, profiles, network, nodes, log, log_path)
         config.progress_monitor = monitor = _monitor(trt, progress)
         plan = builder.build_serialized_network(network.network, config)
         if monitor.stopped is not None:
             raise monitor.stopped
         if plan is None:
-            raise builder_failure(nodes, log.errors, log_path)
+            raise builder_failure(product, nodes, log.errors, log_path)
     compiled = compiled_layers((text for _, text in log.messages), len(profiles))
     attention = network.attention
     warnings = [text for text in log.warnings if not any(kind in text for kind in HARMLESS)]
@@ -151,6 +151,7 @@ def _set_targets(trt: Any, config: Any, product: str, targets: Sequence[str]) ->
 
 
 def _add_profiles(
+    product: str,
     builder: Any,
     config: Any,
     profiles: Sequence[Profile],
@@ -168,7 +169,7 @@ def _add_profiles(
         for name, sizes in profile.items():
             made.set_shape(name, sizes.min, sizes.opt, sizes.max)
         if config.add_optimization_profile(made) < 0:
-            raise builder_failure(nodes, log.errors, log_path)
+            raise builder_failure(product, nodes, log.errors, log_path)
 
 
 def _monitor(trt: Any, progress: Progress | None) -> Any:
@@ -208,11 +209,14 @@ def _check_fused(
     for profile in range(num_profiles):
         unfused = unfused_attention(compiled, attention, profile)
         if unfused:
-            raise BuildError(
+            raise worded(
                 f"{nodes.path}: {len(unfused)} of {len(attention)} attention layers have no fused "
-                f"TensorRT kernel in profile {profile}, first {nodes.describe(unfused[0])}. Fused "
-                "kernels exist for float16 and bfloat16 with head sizes that are multiples of 16 "
-                f"up to 256; choose --dtype float16, or allow unfused attention (log: {log_path})"
+                f"TensorRT kernel in profile {profile}, first {nodes.describe(unfused[0])}",
+                "fused kernels exist for float16 and bfloat16 with head sizes that are multiples "
+                "of 16 up to 256",
+                "choose --dtype float16 or bfloat16, or --dtype float32 to allow unfused attention",
+                nodes.chain(unfused[0]),
+                log=log_path,
             )
 
 

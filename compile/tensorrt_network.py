@@ -11,18 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from seekforge.compile.failures import worded
 from seekforge.compile.onnx_nodes import OnnxNodes
 from seekforge.compile.tensorrt_layers import parse_nodes
 from seekforge.compile.tensorrt_messages import parser_failure
-from seekforge.kernels.errors import BuildError
+from seekforge.runtime.tensorrt_api import import_tensorrt
 
 
 class ParsedNetwork:
-    """`network` filled from `nodes.path`; `trt` is the product's module."""
+    """`network` filled from `nodes.path`."""
 
     def __init__(
-        self, trt: Any, network: Any, logger: Any, nodes: OnnxNodes, log_path: Path
+        self, product: str, network: Any, logger: Any, nodes: OnnxNodes, log_path: Path
     ) -> None:
+        trt = import_tensorrt(product)
         self.network = network
         self._nodes = nodes
         self._log_path = log_path
@@ -30,7 +32,7 @@ class ParsedNetwork:
         # From a file, not from bytes: external data is looked up beside it.
         if not parser.parse_from_file(str(nodes.path)):
             errors = [parser.get_error(i) for i in range(parser.num_errors)]
-            raise parser_failure(nodes, errors, log_path)
+            raise parser_failure(product, nodes, errors, log_path)
         self._parser = parser  # owns the weights the network points to
         self._allow_decomposition(trt)
         self._check_nothing_lost()
@@ -79,10 +81,13 @@ class ParsedNetwork:
         for name in dropped:
             outputs = self._nodes.by_name[name].output
             what.append(f"{self._nodes.describe(name)}{_read_by(self._nodes, *outputs)}")
-        raise BuildError(
-            f"{self._nodes.path}: TensorRT ignores {'; '.join(what)}: no output of the parsed "
-            "network depends on it, so the engine would compute something else. Remove it from "
-            f"the graph, or lower what reads it in a form TensorRT uses (log: {self._log_path})"
+        raise worded(
+            f"{self._nodes.path}: TensorRT ignores {'; '.join(what)}",
+            "no output of the parsed network depends on it: the engine would compute something "
+            "else",
+            "remove it from the graph, or lower what reads it in a form TensorRT uses",
+            self._nodes.chain(dropped[0]) if dropped else (),
+            log=self._log_path,
         )
 
     def _reached(self) -> tuple[set[str], set[str]]:

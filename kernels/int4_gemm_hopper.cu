@@ -16,18 +16,20 @@
 PRODUCTS(8, "16", "8", "9", "10", "11", "12", "13", "14")
 PRODUCTS(16, "32", "16", "17", "18", "19", "20", "21", "22")
 
-namespace {
-
-constexpr int UNIT = 128;  // input features
-
 struct Arguments {
   int64_t scales, zeros, bias, y;  // addresses; 0: none
-  int64_t rows, out_features, packed, groups, units;  // packed: bytes of a weight's row
+  int64_t rows, out_features;
+  int64_t packed;  // bytes of a row of the weight
+  int64_t groups, units;
   int64_t each;       // units of a block, a multiple of 4; those behind the last are zeros
   int64_t per_unit;   // groups of a unit, 1 or more,
   int64_t per_group;  // or units of a group
   int64_t splits, stages;
 };
+
+namespace {
+
+constexpr int UNIT = 128;  // input features
 
 template <class T>
 struct Magic;

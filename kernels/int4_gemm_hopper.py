@@ -1,6 +1,6 @@
 """Launches int4_gemm_hopper.cu: an INT4 linear layer for some dozens of tokens and more on Hopper.
 
-    x [rows, in_features], weight as in kernels/int4 -> y [rows, out_features]
+x [rows, in_features], weight as in kernels/int4 -> y [rows, out_features]
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which kernel, with which configuration, multiplies so many rows by an INT4 weight on the GPU.
 
 The rows of `int4_linear` in h200.json are of a shape class (`rows`: at most so many rows of x,
-null: any; `out_features`, `in_features`) and of one kernel: `few` (int4_gemv), `many` (int4_gemm)
-or `dense` (int4_gemm_dense). Among the classes with the fewest rows that suffice, the nearest shape
-is taken.
+null: any; `out_features`, `in_features`) and of one kernel: `few` (int4_gemv), `many`
+(int4_gemm_hopper) or `dense` (int4_gemm_dense). Among the classes with the fewest rows that
+suffice, the nearest shape is taken.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from seekforge.kernels.int4_gemm import Many
+from seekforge.kernels.int4_gemm_hopper import Many
 from seekforge.kernels.int4_gemv import Few
 from seekforge.kernels.tuning import rows as rows_of
 
@@ -23,9 +23,10 @@ KINDS: dict[str, type[Few] | type[Many]] = {"few": Few, "many": Many}
 DEFAULT: list[tuple[float, Plan]] = [
     (1, Few(16, 1, 8, 2, False)),
     (16, Few(64, 2, 4, 1, False)),
-    (32, Many(64, 32, 4, 4, False)),
-    (64, Many(128, 64, 8, 4, False)),
-    (1024, Many(128, 128, 8, 4, True)),
+    (32, Many(128, 32, 8)),
+    (64, Many(128, 64, 8)),
+    (128, Many(128, 128, 4, 2)),
+    (512, Many(128, 256, 3, 2)),
     (math.inf, None),
 ]
 

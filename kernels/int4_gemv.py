@@ -41,6 +41,7 @@ class Few:
     unroll: int
     prefetch: bool
     splits: int = 1
+    registers: int = 0
 
 
 @constexpr_function
@@ -283,6 +284,7 @@ def few_tokens(
         UNROLL=config.unroll, PREFETCH=config.prefetch and each > step, ZEROS=zeros is not None,
         BIAS=bias is not None, EVEN=in_features % UNIT == 0 and units % each + each % step == 0,
         SPLIT=splits > 1, num_warps=config.k_warps * config.row_warps, launch_pdl=True,
+        **({"maxnreg": config.registers} if config.registers else {}),
     )  # fmt: skip
     if splits > 1:
         merge_parts(parts, bias, y)

@@ -10,8 +10,8 @@
 W is rounded once to the dtype of x, the products are summed in fp32. The even and the odd input
 features (low and high nibbles) are multiplied apart, which is the same sum in another order: no
 loop has to weave two streams of nibbles into one. On Hopper and later, int4_gemm_plan chooses
-among kernels for few rows (int4_gemv), many (int4_gemm) and a decoded weight (int4_gemm_dense);
-elsewhere, in fp32 and for odd group sizes the kernel here serves.
+among kernels for few rows (int4_gemv), many (int4_gemm_hopper) and a decoded weight
+(int4_gemm_dense); elsewhere, in fp32 and for odd group sizes the kernel here serves.
 
 torch's own INT4 product for the CPU is not used: its packing depends on the processor, its fp32
 form is scalar code (0.1 GB/s of weights), and its bf16 form takes twice the time of a plain bf16
@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from seekforge.kernels.int4 import SYMMETRIC_ZERO, Int4, grouped
-from seekforge.kernels.int4_gemm import many_tokens
 from seekforge.kernels.int4_gemm_dense import dense
+from seekforge.kernels.int4_gemm_hopper import many_tokens
 from seekforge.kernels.int4_gemm_plan import Plan, plan
 from seekforge.kernels.int4_gemv import Few, few_tokens
 from seekforge.kernels.int4_layout import readable, supports
@@ -154,15 +154,15 @@ def int4_linear_planned(
     config: Plan,
 ) -> Tensor:
     """With the kernel told; those that int4_layout `supports`. All but x contiguous."""
-    if config is None:
-        return dense(x, Int4(qweight, scales, zeros), bias)
-    rows = readable(x.reshape(-1, x.shape[-1]))
-    y = x.new_empty(*x.shape[:-1], qweight.shape[0])
-    if isinstance(config, Few):
-        few_tokens(rows, qweight, scales, zeros, bias, y, config)
-    else:
-        many_tokens(rows, qweight, scales, zeros, bias, y, config)
-    return y
+    if config is not None:
+        rows = readable(x.reshape(-1, x.shape[-1]))
+        y = x.new_empty(*x.shape[:-1], qweight.shape[0])
+        if isinstance(config, Few):
+            few_tokens(rows, qweight, scales, zeros, bias, y, config)
+            return y
+        if many_tokens(rows, qweight, scales, zeros, bias, y, config):
+            return y
+    return dense(x, Int4(qweight, scales, zeros), bias)
 
 
 def int4_linear_triton(

@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from seekforge.kernels.kv_write import kv_write_triton
 from seekforge.kernels.ops import register
 from seekforge.kernels.paged_decode import paged_decode_triton
-from seekforge.kernels.paged_prefill import paged_prefill_triton
+from seekforge.kernels.paged_prefill import paged_prefill
 
 
 def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:
@@ -134,7 +134,7 @@ def attend_triton(
         paged_decode_triton(q, k_pool, v_pool, *index, scale, y, by_row)
     if not by_row:
         least = 2 if sequences > 1 else 1
-        paged_prefill_triton(q, k_pool, v_pool, *index, scale, y, least)
+        paged_prefill(q, k_pool, v_pool, *index, scale, y, least)
     return y
 
 

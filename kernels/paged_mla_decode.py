@@ -3,6 +3,7 @@
     q_latent      [tokens, heads, rank]   q_nope W_UK: the key up-projection folded into the query
     q_rope        [tokens, heads, rope]
     latent_pool   [blocks, block_size, rank + rope]   [latent | k_rope] of each token
+    latent_scale, rope_scale  of INT8 pools [blocks, block_size], of FP8 ones [1], fp32
     block_tables  [sequences, max_blocks]; context_lens [sequences]; query_start [sequences + 1]
     y             [tokens, heads, rank]   (W_UV is applied afterwards)
 
@@ -10,7 +11,8 @@
 
 Rows are packed as in paged_prefill: row r of a sequence is head r % heads of new token r // heads;
 one tile of 16 or 64 rows reads a part of the context, and split_merge.py merges the parts. So one
-pair of kernels serves decodes, chunks and mixtures of them.
+pair of kernels serves decodes, chunks and mixtures of them. Quantised values become q's dtype,
+exactly, as they are read; their scales are factors of the scores, and of probabilities (INT8) or y.
 Source: DeepSeek-V2, 2024 (absorption, section 2.1); FlashMLA.
 """
 
@@ -19,8 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seekforge.kernels.kv_write import kv_write_triton
+from seekforge.kernels.kv_write import kv_write_triton, pool_kind
 from seekforge.kernels.paged_decode import LOG2_E, find_blocks
+from seekforge.kernels.paged_mla_hopper import paged_mla_hopper
 from seekforge.kernels.paged_prefill import find_tile
 from seekforge.kernels.split_merge import split_merge_triton
 from seekforge.kernels.triton_support import jit, next_power_of_2, tl
@@ -51,6 +54,17 @@ def load_columns(base, first, width, inside, W: tl.constexpr):  # type: ignore[n
 
 
 @jit
+def load_latents(  # type: ignore[no-untyped-def]
+    base, first, width, inside, query, W: tl.constexpr, KIND: tl.constexpr
+):
+    """The same in the query's dtype."""
+    value = load_columns(base, first, width, inside, W)
+    if KIND != "plain":
+        value = value.to(tl.float32).to(query.dtype)
+    return value
+
+
+@jit
 def store_columns(base, first, width, inside, value, W: tl.constexpr):  # type: ignore[no-untyped-def]
     column = first + tl.arange(0, W)[None, :]
     tl.store(base + column, value.to(base.dtype.element_ty), mask=inside & (column < width))
@@ -58,12 +72,12 @@ def store_columns(base, first, width, inside, value, W: tl.constexpr):  # type: 
 
 @jit
 def paged_mla_kernel(  # type: ignore[no-untyped-def]
-    q_latent, q_rope, pool, y, parts, logs, block_tables, context_lens, query_start, scale,
-    sequences,
+    q_latent, q_rope, pool, latent_scale, rope_scale, y, parts, logs, block_tables, context_lens,
+    query_start, scale, sequences,
     q_token, q_head, r_token, r_head, block_stride, slot_stride, table_stride, y_token, y_head,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
     ROPE_DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile_at = tl.program_id(0)
     split = tl.program_id(1)
@@ -111,29 +125,43 @@ def paged_mla_kernel(  # type: ignore[no-untyped-def]
     y1 = tl.zeros([BLOCK_M, W], tl.float32)
     y2 = tl.zeros([BLOCK_M, W], tl.float32)
     y3 = tl.zeros([BLOCK_M, W], tl.float32)
+    latent_by = scale
+    rope_by = scale
+    if KIND == "fp8":
+        latent_by = scale * tl.load(latent_scale)
+        rope_by = scale * tl.load(rope_scale)
     for n in range(first, last, BLOCK_N):
         block = upcoming
         upcoming = find_blocks(table, n + BLOCK_N, last, BLOCK_N, BLOCK_SIZE)
         here = n + tl.arange(0, BLOCK_N)
         base = pool + (block * block_stride + (here % BLOCK_SIZE) * slot_stride)[:, None]
         known = (here < last)[:, None]  # a slot behind the context may hold NaN
-        c0 = load_columns(base, 0, RANK, known, W)
-        c1 = load_columns(base, W, RANK, known, W)
-        c2 = load_columns(base, 2 * W, RANK, known, W)
-        c3 = load_columns(base, 3 * W, RANK, known, W)
-        rope = load_columns(base + RANK, 0, ROPE_DIM, known, ROPE)
+        c0 = load_latents(base, 0, RANK, known, q0, W, KIND)
+        c1 = load_latents(base, W, RANK, known, q1, W, KIND)
+        c2 = load_latents(base, 2 * W, RANK, known, q2, W, KIND)
+        c3 = load_latents(base, 3 * W, RANK, known, q3, W, KIND)
+        rope = load_latents(base + RANK, 0, ROPE_DIM, known, qr, ROPE, KIND)
+        by_latent = latent_by
+        by_rope = rope_by
+        if KIND == "int8":
+            slot = block * BLOCK_SIZE + here % BLOCK_SIZE
+            unit = tl.load(latent_scale + slot, mask=here < last, other=0.0)[None, :]
+            by_latent = scale * unit
+            by_rope = scale * tl.load(rope_scale + slot, mask=here < last, other=0.0)[None, :]
         # Scaled one by one: the compiler would make a plain sum one chain again.
-        scores = tl.dot(q0, tl.trans(c0), input_precision=PRECISION) * scale
-        scores += tl.dot(q1, tl.trans(c1), input_precision=PRECISION) * scale
-        scores += tl.dot(q2, tl.trans(c2), input_precision=PRECISION) * scale
-        scores += tl.dot(q3, tl.trans(c3), input_precision=PRECISION) * scale
-        scores += tl.dot(qr, tl.trans(rope), input_precision=PRECISION) * scale
+        scores = tl.dot(q0, tl.trans(c0), input_precision=PRECISION) * by_latent
+        scores += tl.dot(q1, tl.trans(c1), input_precision=PRECISION) * by_latent
+        scores += tl.dot(q2, tl.trans(c2), input_precision=PRECISION) * by_latent
+        scores += tl.dot(q3, tl.trans(c3), input_precision=PRECISION) * by_latent
+        scores += tl.dot(qr, tl.trans(rope), input_precision=PRECISION) * by_rope
         hidden = (here[None, :] >= seen[:, None]) | (here >= last)[None, :]
         scores = tl.where(hidden, float("-inf"), scores)
         top = tl.maximum(highest, tl.max(scores, axis=1))
         shrink = tl.exp2(highest - top)
         weight = tl.exp2(scores - top[:, None])
         total = total * shrink + tl.sum(weight, axis=1)
+        if KIND == "int8":
+            weight *= unit
         weight = weight.to(c0.dtype)
         y0 = tl.dot(weight, c0, y0 * shrink[:, None], input_precision=PRECISION)
         y1 = tl.dot(weight, c1, y1 * shrink[:, None], input_precision=PRECISION)
@@ -142,6 +170,8 @@ def paged_mla_kernel(  # type: ignore[no-untyped-def]
         highest = top
 
     by = 1.0 / tl.where(total > 0, total, 1.0)[:, None]
+    if KIND == "fp8":
+        by *= tl.load(latent_scale)
     if SPLIT:
         target = parts + own[:, None] * RANK
         log = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
@@ -157,7 +187,8 @@ def paged_mla_kernel(  # type: ignore[no-untyped-def]
 def paged_mla_decode_triton(
     q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, block_tables: Tensor,
     context_lens: Tensor, query_start: Tensor, scale: float, y: Tensor,
-    config: Config | None = None,
+    config: Config | None = None, latent_scale: Tensor | None = None,
+    rope_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fills y's rows of all sequences; rows of no sequence are left with any value."""
     tokens, heads, rank = q_latent.shape
@@ -176,14 +207,16 @@ def paged_mla_decode_triton(
     parts = q_latent.new_empty(tokens, heads, pieces, rank, dtype=torch.float32)
     logs = q_latent.new_empty(tokens, heads, pieces, dtype=torch.float32)
     paged_mla_kernel[(tiles, splits)](
-        q_latent, q_rope, latent_pool, y, parts, logs, block_tables, context_lens, query_start,
-        scale * LOG2_E, sequences,
+        q_latent, q_rope, latent_pool, latent_pool if latent_scale is None else latent_scale,
+        latent_pool if rope_scale is None else rope_scale, y, parts, logs,
+        block_tables, context_lens, query_start, scale * LOG2_E, sequences,
         q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1),
         latent_pool.stride(0), latent_pool.stride(1), block_tables.stride(0),
         y.stride(0), y.stride(1),
         BLOCK_SIZE=block_size, HEADS=heads, RANK=rank, W=max(16, next_power_of_2(rank) // 4),
         ROPE_DIM=rope, ROPE=next_power_of_2(max(rope, 16)),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=splits > 1,
+        KIND=pool_kind(latent_pool),
         PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
         OVERLAP=overlap, num_warps=config.warps, num_stages=config.stages,
         **({"launch_pdl": True} if overlap else {}),
@@ -192,10 +225,22 @@ def paged_mla_decode_triton(
         split_merge_triton(parts, logs, y, query_start, by_row=True)
 
 
+def paged_mla_decode(
+    q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, block_tables: Tensor,
+    context_lens: Tensor, query_start: Tensor, scale: float, y: Tensor,
+    config: Config | None = None,
+) -> None:  # fmt: skip
+    """The same by whichever kernel is faster here; with a configuration by Triton's."""
+    given = (q_latent, q_rope, latent_pool, block_tables, context_lens, query_start, scale, y)
+    if config is not None or not paged_mla_hopper(*given):
+        paged_mla_decode_triton(*given, config)
+
+
 def paged_mla_attention_triton(
     q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, latent_pool: Tensor,
     slot_mapping: Tensor, block_tables: Tensor, context_lens: Tensor, query_start: Tensor,
     kv_b: Tensor, scale: float,
+    latent_scale: Tensor | None = None, rope_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """paged_mla_attention: write, fold W_UK into the query, attend, apply W_UV.
 
@@ -213,11 +258,16 @@ def paged_mla_attention_triton(
     q_latent = torch.bmm(q_nope.transpose(0, 1), up[:, :nope]).transpose(0, 1)
     index = (block_tables, context_lens.contiguous(), query_start.contiguous())
     # The write comes last: the kernel after it starts early and waits for it alone.
-    pool = latent_pool.unsqueeze(2)
+    pool, scales = latent_pool.unsqueeze(2), (latent_scale, rope_scale)
     kv_write_triton(
-        latent.unsqueeze(1), k_rope.unsqueeze(1), pool[..., :rank], pool[..., rank:], slot_mapping
-    )
+        latent.unsqueeze(1), k_rope.unsqueeze(1), pool[..., :rank], pool[..., rank:], slot_mapping,
+        *scales,
+    )  # fmt: skip
     mixed = q_nope.new_empty(heads, tokens, rank)
-    paged_mla_decode_triton(q_latent, q_rope, latent_pool, *index, scale, mixed.transpose(0, 1))
+    given = (q_latent, q_rope, latent_pool, *index, scale, mixed.transpose(0, 1))
+    if latent_scale is None:
+        paged_mla_decode(*given)
+    else:
+        paged_mla_decode_triton(*given, None, *scales)
     torch.bmm(mixed, up[:, nope:].transpose(1, 2), out=y.transpose(0, 1))
     return y

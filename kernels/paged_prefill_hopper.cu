@@ -69,26 +69,34 @@ DEVICE uint32_t query_unit(Shared& s, int buffer, int row, int unit) {
 
 // The tiles of this thread block, their queries, and at the end a tile of no blocks.
 DEVICE void load_queries(const Arguments& x, Shared& s) {
-  const int thread = threadIdx.x - 32, group = int(x.group), all = int(x.tiles * x.kv_heads);
-  const int each = gridDim.x, own = blockIdx.x;
-  for (int taken = 0, turn = 0;; ++turn) {
-    // In turns from the left and from the right: early tiles are the longest.
-    const int number = turn * each + (turn & 1 ? each - 1 - own : own);
-    const bool end = turn * each >= all;
+  const int thread = threadIdx.x - 32, lane = thread % 32, group = int(x.group);
+  const int all = int(x.tiles * x.kv_heads), each = gridDim.x, own = blockIdx.x;
+  for (int taken = 0, turn = 0;;) {
+    // In turns from the left and from the right: early tiles are the longest. 32 turns at once:
+    // tiles of short sequences may all be empty.
+    const int mine = turn + lane, number = mine * each + (mine & 1 ? each - 1 - own : own);
     Part part;
     part.blocks = 0;
     if (number < all) part = find_part(x, number);
-    if (!end && part.blocks == 0) continue;
-    const int buffer = taken & 1;
+    const unsigned there = __ballot_sync(~0u, part.blocks > 0);
+    const bool end = there == 0;
+    if (end && (turn + 32) * each < all) {
+      turn += 32;
+      continue;
+    }
+    const int chosen = end ? 0 : __ffs(there) - 1, buffer = taken & 1;
+    turn += chosen + 1;
     barrier_wait(shared_address(&s.query_empty[buffer]), taken >> 1 & 1 ^ 1);
-    if (thread == 0) s.parts[buffer] = part;
+    if (thread == chosen) s.parts[buffer] = part;
+    group_sync<LOADERS>(3);
     if (!end) {
+      const Part& next = s.parts[buffer];
       for (int i = thread; i < ROWS * UNITS; i += LOADERS) {
-        const int row = i / UNITS, at = part.first + min(row, part.rows - 1);
+        const int row = i / UNITS, at = next.first + min(row, next.rows - 1);
         copy_unit(query_unit(s, buffer, row, i % UNITS),
-                  x.q + 2 * ((part.start + at / group) * x.q_token +
-                             (part.head * group + at % group) * x.q_head) + i % UNITS * 16,
-                  row >= part.rows);
+                  x.q + 2 * ((next.start + at / group) * x.q_token +
+                             (next.head * group + at % group) * x.q_head) + i % UNITS * 16,
+                  row >= next.rows);
       }
       copies_wait();
       fence_async();

@@ -19,6 +19,7 @@ from seekforge.kernels.kv_write import FP8_MAX, kv_write_triton
 from seekforge.kernels.ops import register
 from seekforge.kernels.paged_attention import paged_attention_reference
 from seekforge.kernels.paged_decode import paged_decode_triton
+from seekforge.kernels.paged_prefill import paged_prefill_triton
 
 
 def quantise_heads(x: Tensor, pool_dtype: torch.dtype, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,15 +65,21 @@ def quantised_paged_attention_triton(
     v_scale: Tensor, slot_mapping: Tensor, block_tables: Tensor, context_lens: Tensor,
     query_start: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Every row by itself, prefill chunks too: right, and fast for decodes."""
+    """As paged_attention_triton."""
     q, block_tables = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, block_tables))
+    tokens, sequences = q.shape[0], block_tables.shape[0]
     y = q.new_empty(*q.shape[:-1], v.shape[-1])
-    if q.shape[0] == 0:
+    if tokens == 0:
         return y
     # Before the write: the kernel after it reads these before it waits for it.
     index = (block_tables, context_lens.contiguous(), query_start.contiguous())
     kv_write_triton(k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale)
-    paged_decode_triton(q, k_pool, v_pool, *index, scale, y, True, k_scale, v_scale)
+    by_row = tokens <= sequences
+    if by_row or sequences > 1:
+        paged_decode_triton(q, k_pool, v_pool, *index, scale, y, by_row, k_scale, v_scale)
+    if not by_row:
+        least, scales = 2 if sequences > 1 else 1, (k_scale, v_scale)
+        paged_prefill_triton(q, k_pool, v_pool, *index, scale, y, least, None, *scales)
     return y
 
 

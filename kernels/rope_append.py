@@ -84,24 +84,26 @@ def rope_append_kernel(  # type: ignore[no-untyped-def]
     if slot >= 0:
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
-        k_pool += block * k_block + offset * k_slot + head * k_pool_head
-        v_pool += block * v_block + offset * v_slot + head * v_pool_head
-        if KIND != "plain":
+        to_k = k_pool + block * k_block + offset * k_slot + head * k_pool_head
+        to_v = v_pool + block * v_block + offset * v_slot + head * v_pool_head
+        if KIND == "plain":
+            first, second, stored = ka, kb, value
+            if DIM > ROTARY:
+                tl.store(to_k + at, rest, mask=in_k & (at < DIM))
+        else:
             scale_at = slot * K_HEADS if KIND == "int8" else slot * 0
             top = tl.maximum(largest(ka), largest(kb))
             if DIM > ROTARY:
                 top = tl.maximum(top, largest(rest))
             by = head_scale(top, k_scale + scale_at, kv_head, K_HEADS, KIND)
-            ka = quantised(ka, by, KIND)
-            kb = quantised(kb, by, KIND)
+            first = quantised(ka, by, KIND)
+            second = quantised(kb, by, KIND)
             if DIM > ROTARY:
-                rest = quantised(rest, by, KIND)
+                tl.store(to_k + at, quantised(rest, by, KIND), mask=in_k & (at < DIM))
             by = head_scale(largest(value), v_scale + scale_at, kv_head, K_HEADS, KIND)
-            value = quantised(value, by, KIND)
-        store_pairs(k_pool, ka, kb, in_k, ROTARY, PAIRS, INTERLEAVED, K_PAD)
-        if DIM > ROTARY:
-            tl.store(k_pool + at, rest, mask=in_k & (at < DIM))
-        tl.store(v_pool + column, value, mask=in_v)
+            stored = quantised(value, by, KIND)
+        store_pairs(to_k, first, second, in_k, ROTARY, PAIRS, INTERLEAVED, K_PAD)
+        tl.store(to_v + column, stored, mask=in_v)
 
 
 def rope_append_triton(

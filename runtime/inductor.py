@@ -1,31 +1,38 @@
 """Session of an AOTInductor engine: the ragged form, prefill chunks and decodes in one call.
 
 In: an engine directory with model.pt2 (code), decode.pt2 (code for one token, on the CPU) and
-weights.safetensors. The weights are mapped once and shared by both packages. The pools are mutated
-in place by the graph.
+weights.safetensors. The weights are loaded once and shared by both packages. The pools are mutated
+in place by the graph. On a GPU, steps in which each sequence has one new token replay captured
+graphs (graphs.py), on inputs that never move (decode_inputs.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 # The packages call these operators.
+import seekforge.kernels.add_rms_norm
 import seekforge.kernels.int4_linear
 import seekforge.kernels.int4_moe_experts
 import seekforge.kernels.moe_experts
 import seekforge.kernels.moe_route
 import seekforge.kernels.paged_attention
-import seekforge.kernels.paged_mla_attention  # noqa: F401
+import seekforge.kernels.paged_mla_attention
+import seekforge.kernels.rms_norm
+import seekforge.kernels.rope_paged_attention
+import seekforge.kernels.swiglu  # noqa: F401
 from seekforge.kernels.errors import EngineError
+from seekforge.runtime.decode_inputs import DecodeInputs, is_decode, place_tokens
+from seekforge.runtime.graphs import Capture, CudaCapture, Graphs, ladder
 from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.padded import clear_blocks, make_pools
 from seekforge.runtime.session import Chunk, ragged_inputs
+from seekforge.runtime.weights import load_weights
 
 MODEL_NAME = "model.pt2"
 DECODE_NAME = "decode.pt2"
@@ -33,16 +40,25 @@ WEIGHTS_NAME = "weights.safetensors"
 
 
 class InductorSession:
-    """Runs the engine on the device it was compiled for."""
+    """Runs the engine on the device it was compiled for.
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    capture: how decode steps are captured; None: as CUDA graphs on a GPU, not at all on the CPU.
+    """
+
+    def __init__(
+        self, directory: Path, manifest: Manifest, *, capture: Capture | None = None
+    ) -> None:
         self.manifest = manifest
-        self.device = torch.device(manifest.device)
-        self.weights = _map_weights(directory / WEIGHTS_NAME, self.device)
+        self.device = self.logits_device = torch.device(manifest.device)
+        self.weights = load_weights(directory / WEIGHTS_NAME, self.device)
         self.model = self._load(directory / MODEL_NAME)
         decode = directory / DECODE_NAME
         self.decode = self._load(decode) if decode.exists() else self.model
+        cuda = self.device.type == "cuda"
+        self.capture = capture or (CudaCapture(self.device) if cuda else None)
         self.pools: list[Tensor] = []
+        self.inputs: DecodeInputs | None = None
+        self.graphs: Graphs | None = None
 
     def _load(self, path: Path) -> Any:
         try:
@@ -61,33 +77,60 @@ class InductorSession:
         return package.loader
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        self.pools = []  # the old ones go before the new ones are made
-        pools = make_pools(self.manifest.kv, num_blocks, block_size, self.device)
+        # The old ones go before the new ones are made; graphs hold their addresses.
+        self.graphs = self.inputs = None
+        self.pools = []
+        # One block more, which no sequence owns: rows of a batch without a sequence look at it.
+        spare = 0 if self.capture is None else 1
+        pools = make_pools(self.manifest.kv, num_blocks + spare, block_size, self.device)
         self.pools = list(pools.values())
+        if self.capture is not None:
+            limits = self.manifest.limits
+            width = -(-limits.max_len // block_size)
+            rows = limits.max_batch
+            self.inputs = DecodeInputs(rows, width, block_size, num_blocks, self.device)
+            self.graphs = Graphs(self._decode, self.capture, ladder(limits.max_batch))
+
+    def capture_all(self, track: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
+        """Captures the decode steps of all batch sizes now, not when they first come up."""
+        if self.graphs is not None:
+            assert self.inputs is not None
+            self.inputs.write([], self.graphs.sizes[-1])  # what the capture runs touches no block
+            self.graphs.capture_all(track)
 
     def clear(self, blocks: Sequence[int]) -> None:
         clear_blocks(self.pools, blocks)
 
-    def step(self, chunks: Sequence[Chunk]) -> Tensor:
+    def step(self, chunks: Sequence[Chunk], last: Tensor | None = None) -> Tensor:
         assert self.pools, "allocate() comes before step()"
+        if self.graphs is not None and is_decode(chunks):
+            size = self.graphs.size_for(len(chunks))
+            if size is not None:
+                assert self.inputs is not None
+                self.inputs.write(chunks, size, last)
+                return self.graphs.run(size)[: len(chunks)]
         ragged = ragged_inputs(chunks, self.pools[0].shape[1])
-        index = (
-            ragged.token_ids,
-            ragged.positions,
-            ragged.slot_mapping,
-            ragged.block_tables,
-            ragged.context_lens,
-            ragged.query_start,
-            ragged.logits_rows,
-        )
+        index = [
+            tensor.to(self.device)
+            for tensor in (
+                ragged.token_ids,
+                ragged.positions,
+                ragged.slot_mapping,
+                ragged.block_tables,
+                ragged.context_lens,
+                ragged.query_start,
+                ragged.logits_rows,
+            )
+        ]
+        place_tokens(index[0], ragged.query_start.tolist()[:-1], chunks, last)
         one = len(ragged.token_ids) == 1 and len(ragged.logits_rows) == 1
         loader = self.decode if one else self.model
-        (logits,) = loader.run([*(tensor.to(self.device) for tensor in index), *self.pools])
-        rows: Tensor = logits[: ragged.num_rows].float().cpu()
+        (logits,) = loader.run([*index, *self.pools])
+        rows: Tensor = logits[: ragged.num_rows]
         return rows
 
-
-def _map_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """All weights by name; on the CPU the file's own pages, read when first touched."""
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    def _decode(self, size: int) -> Tensor:
+        assert self.inputs is not None
+        logits: Tensor
+        (logits,) = self.model.run([*self.inputs.tensors(size), *self.pools])
+        return logits

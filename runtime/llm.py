@@ -1,5 +1,9 @@
 """An engine that answers: prompts in, texts out. The loop is schedule -> run -> sample -> append.
 
+Where tokens are sampled on the device, a step is launched before the tokens of the one before it
+have been read: their values are not needed to launch it, and the host's work hides behind it. What
+it computed for a sequence that turns out to have ended is dropped.
+
 It checks requests before anything runs, so that a refused one leaves no trace, and it is the only
 place where tokenizer, scheduler, session and sampler meet. Not safe for several threads at once.
 """
@@ -8,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +22,10 @@ from torch import Tensor
 from seekforge.kernels.errors import InputError
 from seekforge.runtime.blocks import BlockManager
 from seekforge.runtime.detokenizer import TextStream
+from seekforge.runtime.device_sampling import DeviceSampler
 from seekforge.runtime.manifest import Manifest, resolve_engine
 from seekforge.runtime.prompt import Prompt, chat_ids, check_ids, load_tokenizer, prompt_ids
-from seekforge.runtime.sampling import Sampler, SamplingParams, make_generator
+from seekforge.runtime.sampling import Sampler, SamplingParams, make_generator, make_key
 from seekforge.runtime.scheduler import Scheduler
 from seekforge.runtime.sequence import Delta, FinishReason, Request, RequestOutput
 from seekforge.runtime.sequence import Sequence as Running
@@ -36,6 +42,7 @@ class LLM:
 
     `session` and `tokenizer` replace those of the directory. `max_batch` and `max_chunk` may be
     smaller than the engine's; `block_size` may differ from the engine's where that is dynamic.
+    `overlap`: launch a step before the one before it has been read; None: on a GPU.
     `num_blocks` None: room for `max_batch` sequences of full length, as far as memory allows.
     Raises `EngineError` for the engine, `InputError` for the options.
     """
@@ -50,6 +57,7 @@ class LLM:
         num_blocks: int | None = None,
         max_batch: int | None = None,
         max_chunk: int | None = None,
+        overlap: bool | None = None,
     ) -> None:
         directory = Path(path)
         if session is None:
@@ -71,7 +79,12 @@ class LLM:
         session.allocate(num_blocks, block_size)
         self.blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(self.blocks, max_batch, max_chunk)
-        self.sampler = Sampler(self.manifest.vocab_size, self.tokenizer.get_vocab().values())
+        known, device = self.tokenizer.get_vocab().values(), session.logits_device
+        self.sampler: Sampler | DeviceSampler = Sampler(self.manifest.vocab_size, known)
+        if device.type == "cuda":
+            self.sampler = DeviceSampler(self.manifest.vocab_size, known, max_batch, device)
+        self._overlap = device.type == "cuda" if overlap is None else overlap
+        self._flight: Flight | None = None  # a step whose tokens have not been read
         # The last token of a sequence is never computed, so it needs no place in the pool.
         self.max_len = min(limits.max_len, num_blocks * block_size + 1)
         self._eos = frozenset(self.manifest.generation.eos_token_ids)
@@ -148,7 +161,8 @@ class LLM:
             for start in range(0, len(token_ids), size):
                 tokens = list(token_ids[start : start + size])
                 blocks = table[: self.blocks.blocks_for(start + len(tokens))]
-                rows.append(self.session.step([Chunk(tokens, start, blocks, range(len(tokens)))]))
+                chunk = Chunk(tokens, start, blocks, range(len(tokens)))
+                rows.append(self.session.step([chunk]).float().cpu())
         finally:
             if not all(bool(row.isfinite().all()) for row in rows):
                 self.session.clear(table)
@@ -169,26 +183,50 @@ class LLM:
                 self.scheduler.remove(sequence)
 
     def step(self) -> list[Delta]:
-        """Runs one step for all requests: what it added to each sequence that got a token."""
+        """Runs one step for all requests: what it added to each sequence that got a token.
+
+        With `overlap` that is what the step before added, and this one is on its way.
+        """
+        flight = self._launch()
+        if self._overlap:
+            flight, self._flight = self._flight, flight
+        return [] if flight is None else self._read(flight)
+
+    def _launch(self) -> Flight | None:
+        """Starts the next step; None where there is nothing to do."""
         scheduled = self.scheduler.schedule()
         if not scheduled:
-            return []
+            return None
+        last = self._flight
+        sources = {} if last is None else {id(s): row for row, s in enumerate(last.sequences)}
         chunks, sampled = [], []
         for item in scheduled:
             sequence, start = item.sequence, item.sequence.num_computed
-            last = item.num_tokens == sequence.num_pending
-            tokens = sequence.token_ids[start : start + item.num_tokens]
-            rows = [item.num_tokens - 1] if last else []
-            chunks.append(Chunk(tokens, start, list(self.blocks.table(sequence.id)), rows))
-            if last:
+            final = item.num_tokens == sequence.num_pending
+            tokens: Sequence[int] = sequence.token_ids[start : start + item.num_tokens]
+            source = -1
+            if not tokens:  # it is on the device still
+                tokens, source = [0], sources[id(sequence)]
+            rows = [item.num_tokens - 1] if final else []
+            chunks.append(Chunk(tokens, start, list(self.blocks.table(sequence.id)), rows, source))
+            if final:
                 sampled.append(sequence)
-        logits = self.session.step(chunks)
+        logits = self.session.step(chunks, None if last is None else last.tokens)
         for item in scheduled:
             item.sequence.num_computed += item.num_tokens
-        chosen = self.sampler.sample(
-            logits, [s.params for s in sampled], [s.generator for s in sampled]
-        )
-        return [self._append(s, token) for s, token in zip(sampled, chosen, strict=True)]
+        tokens_there = self.sampler.draw(logits, sampled) if sampled else torch.empty(0).long()
+        for sequence in sampled:
+            sequence.num_unread += 1
+        return Flight.of(sampled, tokens_there)
+
+    def _read(self, flight: Flight) -> list[Delta]:
+        """Waits for a step's tokens and hands them to their sequences."""
+        deltas = []
+        for sequence, token in zip(flight.sequences, flight.read(), strict=True):
+            sequence.num_unread -= 1
+            if sequence.finish_reason is None:  # else it had ended before, or was aborted
+                deltas.append(self._append(sequence, None if token < 0 else token))
+        return deltas
 
     def _append(self, sequence: Running, token: int | None) -> Delta:
         """The sampled token -> text, and whether the sequence ends with it."""
@@ -198,7 +236,7 @@ class LLM:
             self.session.clear(self.blocks.table(sequence.id))
         else:
             sequence.token_ids.append(token)
-            text, reason = self._read(sequence, token)
+            text, reason = self._text(sequence, token)
         sequence.text += text
         new = () if token is None else (token,)
         delta = Delta(sequence.request_id, sequence.index, text, new, reason)
@@ -211,7 +249,7 @@ class LLM:
                 del self._requests[request.id]
         return delta
 
-    def _read(self, sequence: Running, token: int) -> tuple[str, FinishReason | None]:
+    def _text(self, sequence: Running, token: int) -> tuple[str, FinishReason | None]:
         params = sequence.params
         wanted = token in params.stop_token_ids
         if wanted or (token in self._eos and not params.ignore_eos):
@@ -266,12 +304,43 @@ class LLM:
                 num_prompt=len(token_ids),
                 max_tokens=room if wanted is None else wanted,
                 params=params,
+                key=make_key(params.seed, index),
                 generator=make_generator(params.seed, index),
                 stream=TextStream(self.tokenizer, params.stop, params.include_stop),
             )
             for index in range(params.n)
         ]
         return Request(request_id, prompt if isinstance(prompt, str) else None, sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched step: the sequences that get a token of it, and these tokens on the device.
+
+    host: their copy, complete when `event` has happened (None: it is already).
+    """
+
+    sequences: Sequence[Running]
+    tokens: Tensor
+    host: Tensor
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, sequences: Sequence[Running], tokens: Tensor) -> Flight:
+        """Queues the copy to the host."""
+        if tokens.device.type == "cpu":
+            return cls(sequences, tokens, tokens, None)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return cls(sequences, tokens, host, event)
+
+    def read(self) -> list[int]:
+        if self.event is not None:
+            self.event.synchronize()
+        tokens: list[int] = self.host.tolist()
+        return tokens
 
 
 def default_blocks(manifest: Manifest, block_size: int, max_batch: int) -> int:

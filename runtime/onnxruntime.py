@@ -32,6 +32,7 @@ class OnnxRuntimeSession:
         import onnxruntime
 
         self.manifest = manifest
+        self.logits_device = torch.device("cpu")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors; its warnings speak of its own optimiser
         providers = ["CPUExecutionProvider"]
@@ -56,7 +57,8 @@ class OnnxRuntimeSession:
     def clear(self, blocks: Sequence[int]) -> None:
         clear_blocks(self.pools.values(), blocks)
 
-    def step(self, chunks: Sequence[Chunk]) -> Tensor:
+    def step(self, chunks: Sequence[Chunk], last: Tensor | None = None) -> Tensor:
+        assert last is None, "tokens on the device"
         return run_padded(self.manifest, self.pools, chunks, self._run)
 
     def _run(self, given: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
-"""Logits -> the next token of each sequence.
+"""Logits -> the next token of each sequence, on the CPU; device_sampling.py does it on a GPU.
 
 In: float32 logits [R, V] on the CPU, per row the request's parameters and its own generator.
 Out: R token ids. A row's draw depends on its logits and its generator only, never on the rows
-beside it. It knows nothing about sequences, text or stopping.
+beside it. It knows nothing about text or stopping.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from seekforge.kernels.errors import InputError
+from seekforge.kernels.sampling_penalties import PROMPT, penalise_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,10 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` <= 0 is off. `top_p` 1 is off and 0 leaves the likeliest
     token. `min_p` 0 is off; it drops tokens less likely than `min_p` times the likeliest.
-    They apply in this order: temperature, top_k, top_p, min_p.
+    They apply in this order: penalties, temperature, top_k, top_p, min_p. `repetition_penalty`
+    (1 is off) divides the logits of tokens that the prompt or the output has, negative ones are
+    multiplied; `frequency_penalty` and `presence_penalty` (0 is off) are taken off those of tokens
+    of the output, once for each time and once.
     `seed` makes the whole set of the `n` choices repeatable; None draws a new one each time.
     `max_tokens` None: until the engine's limit. A stop string is cut from the text unless
     `include_stop`; a stop token stays in the token ids. `ignore_eos` also ignores the engine's eos.
@@ -37,6 +42,9 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     n: int = 1
     max_tokens: int | None = None
@@ -52,6 +60,9 @@ class SamplingParams:
         _in_range("temperature", self.temperature, 0.0, math.inf)
         _in_range("top_p", self.top_p, 0.0, 1.0)
         _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        _in_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _integer("top_k", self.top_k, -math.inf)
         _integer("n", self.n, 1)
         if self.max_tokens is not None:
@@ -66,15 +77,40 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
 
+    @property
+    def penalties(self) -> bool:
+        """Whether any penalty is on."""
+        given = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return given != (1.0, 0.0, 0.0)
 
-def make_generator(seed: int | None, choice: int) -> torch.Generator:
-    """The random numbers of one choice of a request: one for each token, in order.
+
+def make_key(seed: int | None, choice: int) -> int:
+    """64 bits that all random numbers of one choice of a request come from, below 2^63.
 
     A digest of seed and choice, so that choices differ, and neighbouring seeds share none.
     """
     entropy = secrets.token_bytes(16) if seed is None else str(seed).encode()
     digest = hashlib.sha256(entropy + b"/" + str(choice).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def make_generator(seed: int | None, choice: int) -> torch.Generator:
+    """The random numbers of one choice of a request on the CPU: one for each token, in order."""
+    return torch.Generator().manual_seed(make_key(seed, choice))
+
+
+class Sampled(Protocol):
+    """What a sampler needs of a sequence. key, generator: of its random numbers; num_output: its
+    tokens so far behind the prompt, also one that the host has not read."""
+
+    params: SamplingParams
+    generator: torch.Generator
+    key: int
+    token_ids: list[int]
+    num_prompt: int
+
+    @property
+    def num_output(self) -> int: ...
 
 
 class Sampler:
@@ -90,6 +126,17 @@ class Sampler:
             unknown = torch.ones(vocab_size, dtype=torch.bool)
             unknown[[i for i in known_ids if 0 <= i < vocab_size]] = False
             self._unknown = unknown if bool(unknown.any()) else None
+
+    def draw(self, logits: Tensor, sequences: Sequence[Sampled]) -> Tensor:
+        """The next token of each sequence, int64 [R]; -1 where `sample` has None."""
+        logits = logits.float()
+        if any(sequence.params.penalties for sequence in sequences):
+            rows = zip(logits, sequences, strict=True)
+            logits = torch.stack([penalised(row, s) if s.params.penalties else row for row, s in rows])
+        chosen = self.sample(
+            logits, [s.params for s in sequences], [s.generator for s in sequences]
+        )
+        return torch.tensor([-1 if token is None else token for token in chosen])
 
     def sample(
         self,
@@ -111,6 +158,26 @@ class Sampler:
             if wanted.temperature > 0 and chosen[row] is not None:
                 chosen[row] = _draw(logits[row], wanted, generator)
         return chosen
+
+
+def penalised(logits: Tensor, sequence: Sampled) -> Tensor:
+    """A row [V] with the sequence's penalties."""
+    prompt, output = (
+        torch.tensor(ids, dtype=torch.int64)
+        for ids in (
+            sequence.token_ids[: sequence.num_prompt],
+            sequence.token_ids[sequence.num_prompt :],
+        )
+    )
+    counts = torch.bincount(output, minlength=len(logits)).int()
+    counts[prompt] |= PROMPT
+    params = sequence.params
+    repetition, presence, frequency = torch.tensor(
+        [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
+    ).split(1)
+    slot = torch.zeros(1, dtype=torch.int64)
+    row = (logits[None], counts[None], slot, repetition, presence, frequency)
+    return penalise_reference(*row)[0]
 
 
 def _draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> int:

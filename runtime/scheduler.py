@@ -5,6 +5,10 @@ each computes, their blocks allocated. It knows neither tokens' values nor the e
 
 A step takes first the decodes, one token each, then prompt tokens up to `max_chunk`. Where the
 blocks run out, the youngest sequence gives up its blocks and is computed again later.
+
+A sequence's last token may be unread: sampled, but not known to the host. It is a token like others
+in a decode step. One that would have to be computed in a prompt is waited for, and a sequence that
+has all its tokens with it is left alone.
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ class Scheduler:
         while budget > 0 and self.waiting and self._admits(self.waiting[0]):
             self.running.append(self.waiting.popleft())
             budget -= self._prefill(self.running[-1], budget, step)
-        assert step or not (self.running or self.waiting), "sequences, but nothing can run"
+        left = (*self.running, *self.waiting)
+        assert step or not left or any(s.num_unread for s in left), "nothing can run"
         return step
 
     def _decodes(self) -> list[Scheduled]:
@@ -68,7 +73,9 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.num_pending > 1 or sequence not in self.running:
                 continue
-            while not self.blocks.allocate(sequence.id, len(sequence.token_ids)):
+            if sequence.num_output >= sequence.max_tokens:
+                continue
+            while not self.blocks.allocate(sequence.id, sequence.num_tokens):
                 youngest = self.running[-1]
                 self._preempt(youngest)
                 if youngest is sequence:
@@ -90,11 +97,12 @@ class Scheduler:
         Only then: a prompt let in half way would be thrown out again before it yields a token.
         """
         promised = sum(
-            self.blocks.blocks_for(len(other.token_ids)) - len(self.blocks.table(other.id))
+            self.blocks.blocks_for(other.num_tokens) - len(self.blocks.table(other.id))
             for other in self.running
         )
-        needed = self.blocks.blocks_for(len(sequence.token_ids))
-        return len(self.running) < self.max_batch and needed + promised <= self.blocks.num_free
+        needed = self.blocks.blocks_for(sequence.num_tokens)
+        room = len(self.running) < self.max_batch and needed + promised <= self.blocks.num_free
+        return room and not sequence.num_unread
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

@@ -62,16 +62,27 @@ class Sequence:
     num_prompt: int
     max_tokens: int
     params: SamplingParams
+    key: int  # of its random numbers on a GPU; `generator` has those on the CPU
     generator: torch.Generator
     stream: TextStream
-    num_computed: int = 0  # tokens whose K and V are in the cache
+    num_computed: int = 0  # tokens whose K and V are in the cache, or will be after the step running
+    num_unread: int = 0  # 1 while its next token is sampled but still on the device
     text: str = ""
     finish_reason: FinishReason | None = None
 
     @property
     def num_pending(self) -> int:
         """Tokens still to compute: 1 while decoding, more in a prompt or after a preemption."""
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output, the token that was not read yet included."""
+        return len(self.token_ids) + self.num_unread
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
 
     @property
     def output_ids(self) -> list[int]:

@@ -35,18 +35,22 @@ class Chunk:
     `token_ids`: its new tokens, at least one. `start`: its tokens already in the cache, so the
     position of the first new one. `block_table`: blocks for start + len(token_ids) tokens. `rows`:
     indices into `token_ids` whose logits are wanted; none in the first chunks of a long prompt.
+    `source`: where the only token is still on the device, its row in the tokens sampled last (and
+    `token_ids` is then [0]); else -1.
     """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     rows: Sequence[int]
+    source: int = -1
 
 
 class Session(Protocol):
     """One loaded engine; constructed by `open_session` as `Backend(directory, manifest)`."""
 
     manifest: Manifest
+    logits_device: torch.device  # where a step's logits lie
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV pools, zeroed; an earlier set is dropped."""
@@ -55,9 +59,13 @@ class Session(Protocol):
         """Zeroes these blocks of every pool: what a failed sequence left there may be NaN, which
         reaches a later owner of the block through masked positions (0 * NaN)."""
 
-    def step(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Writes the chunks' K and V into the pools -> logits, float32 [sum(len(rows)), V] on the
-        CPU, in the order of the chunks and of their rows."""
+    def step(self, chunks: Sequence[Chunk], last: Tensor | None = None) -> Tensor:
+        """Writes the chunks' K and V into the pools -> logits [sum(len(rows)), V], in the order of
+        the chunks and of their rows. They hold until the next step.
+
+        last: the tokens sampled last, int64 on the device; negative ones count as 0. Only sessions
+        whose logits are on a GPU are given some.
+        """
 
 
 def open_session(path: Path) -> Session:

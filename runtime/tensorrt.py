@@ -51,6 +51,7 @@ class TensorRTSession:
         device: str = "cuda",
     ) -> None:
         self.manifest = manifest
+        self.logits_device = torch.device("cpu")
         self.profiles = [profile_from_json(data) for data in manifest.profiles]
         self._directory = directory
         self._device = torch.device(device)
@@ -85,7 +86,8 @@ class TensorRTSession:
     def clear(self, blocks: Sequence[int]) -> None:
         clear_blocks(self._pools.values(), blocks)
 
-    def step(self, chunks: Sequence[Chunk]) -> Tensor:
+    def step(self, chunks: Sequence[Chunk], last: Tensor | None = None) -> Tensor:
+        assert last is None, "tokens on the device"
         return run_padded(self.manifest, self._pools, chunks, self._run)
 
     def _run(self, given: dict[str, Tensor]) -> dict[str, Tensor]:

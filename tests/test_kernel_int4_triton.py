@@ -16,8 +16,8 @@ from torch import Tensor
 
 from seekforge.kernels import int4_gemm_plan, int4_layout
 from seekforge.kernels.int4 import Int4, dequantise, quantise
-from seekforge.kernels.int4_gemm import Many, many_tokens_kernel
 from seekforge.kernels.int4_gemm_dense import decode_weight
+from seekforge.kernels.int4_gemm_hopper import Many
 from seekforge.kernels.int4_gemm_merge import merge_parts
 from seekforge.kernels.int4_gemm_plan import DEFAULT, Plan, as_plan, plan
 from seekforge.kernels.int4_gemv import Few, few_tokens_kernel
@@ -32,7 +32,13 @@ from seekforge.kernels.tolerance import assert_close
 from seekforge.kernels.tuning import rows as rows_of
 
 FEW = [Few(16, 1, 8, 2, False), Few(32, 1, 4, 1, True), Few(64, 2, 4, 1, False, 3)]
-MANY = [Many(64, 64, 4, 4, False), Many(128, 128, 8, 4, True), Many(128, 32, 4, 4, False, 2)]
+MANY = [
+    Many(64, 64, 4),
+    Many(128, 128, 4, 2),
+    Many(128, 32, 4, 1, 3),
+    Many(64, 16, 3),
+    Many(128, 256, 3, 2),
+]
 # rows, out_features, in_features, group_size; units that are not full, rows of a block that are not
 CASES = [
     (1, 300, 1024, 128),
@@ -177,18 +183,18 @@ def test_supports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plan_takes_the_nearest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"kernel": "few", "row_warps": 1, "k_warps": 8, "unroll": 1, "prefetch": False}
-    many = {"kernel": "many", "block_n": 64, "block_m": 64, "warps": 4, "stages": 4}
+    many = {"kernel": "many", "block_n": 64, "block_m": 64, "stages": 4}
     rows = [
         {"rows": 1, "out_features": 4096, "in_features": 4096, **few, "block_n": 16},
         {"rows": 1, "out_features": 30000, "in_features": 4096, **few, "block_n": 32},
-        {"rows": 64, "out_features": 4096, "in_features": 4096, **many, "scaled": True},
+        {"rows": 64, "out_features": 4096, "in_features": 4096, **many},
         {"rows": None, "out_features": 4096, "in_features": 4096, "kernel": "dense"},
     ]
     monkeypatch.setattr(int4_gemm_plan, "rows_of", lambda op: rows)
     plan.cache_clear()
     assert plan(1, 5000, 4096) == Few(16, 1, 8, 1, False)
     assert plan(1, 20000, 3584) == Few(32, 1, 8, 1, False)
-    assert plan(2, 20000, 3584) == Many(64, 64, 4, 4, True)
+    assert plan(2, 20000, 3584) == Many(64, 64, 4)
     assert plan(65, 4096, 4096) is None
     monkeypatch.setattr(int4_gemm_plan, "rows_of", lambda op: [])
     plan.cache_clear()
@@ -205,27 +211,23 @@ def test_rows_of_the_file_are_plans() -> None:
             assert config.k_warps * config.row_warps <= 32, config
         if isinstance(config, Many):
             shared = config.stages * (64 * config.block_n + 256 * config.block_m)
-            assert config.stages >= 3 and shared <= 227 * 1024, config
-            assert config.block_n in (16 * config.warps, 32 * config.warps), config
+            assert config.stages >= 3 and shared <= 226 * 1024, config
+            assert config.block_n in (64, 128), config
+            assert config.share == 1 or config.splits == 1, config
     assert not rows or math.inf in [row["rows"] or math.inf for row in rows], "no row for many rows"
 
 
-def ptx(kernel: str, dtype: str, group_size: int) -> str:
-    """A Gluon kernel compiled for Hopper."""
+def ptx(dtype: str, group_size: int) -> str:
+    """few_tokens_kernel compiled for Hopper."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    flags = {"ZEROS": True, "BIAS": True, "EVEN": True, "SPLIT": False, "GROUP": group_size}
-    function: Any
-    if kernel == "few":
-        function, x, warps = few_tokens_kernel, "*i64", 8
-        flags |= {"BLOCK_M": 1, "BLOCK_N": 16, "ROW_WARPS": 1, "K_WARPS": 8, "UNROLL": 1}
-        flags |= {"PREFETCH": False}
-    else:
-        function, x, warps = many_tokens_kernel, f"*{dtype}", 4
-        flags |= {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 4, "SCALED": group_size < 128}
-    types = {"x": x, "qweight": "*i16", "zeros": "*u8", "parts": "*fp32"}
+    flags = {"GROUP": group_size, "BLOCK_M": 1, "BLOCK_N": 16, "ROW_WARPS": 1, "K_WARPS": 8}
+    flags |= {"UNROLL": 1, "PREFETCH": False, "ZEROS": True, "BIAS": True, "EVEN": True}
+    flags |= {"SPLIT": False}
+    function: Any = few_tokens_kernel
+    types = {"x": "*i64", "qweight": "*i16", "zeros": "*u8", "parts": "*fp32"}
     types |= dict.fromkeys(("scales", "bias", "y"), f"*{dtype}") | dict.fromkeys(flags, "constexpr")
     names = function.arg_names
     source = GluonASTSource(
@@ -234,19 +236,15 @@ def ptx(kernel: str, dtype: str, group_size: int) -> str:
         {(names.index(name),): value for name, value in flags.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in flags},
     )
-    options = {"num_warps": warps}
-    return str(triton.compile(source, GPUTarget("cuda", 90, 32), options).asm["ptx"])
+    return str(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 8}).asm["ptx"])
 
 
 def test_compiled_without_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads of 16 bytes; weights take no way through shared memory between load and product."""
     pytest.importorskip("triton.experimental.gluon", reason="Triton without Gluon")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the interpreter replaces the language
-    cases = [("few", "bf16", 128), ("few", "fp16", 64), ("many", "bf16", 128), ("many", "fp16", 64)]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        done = list(process.map(ptx, *zip(*cases, strict=True)))
-    for (kernel, *_), code in zip(cases, done, strict=True):
-        product = "mma.sync" if kernel == "few" else "wgmma.mma_async"
-        load = "ld.global.v4.b32" if kernel == "few" else "cp.async.cg.shared.global"
-        assert code.count(product) == 8, kernel
-        assert load in code and "ldmatrix" not in code, kernel
+        done = list(process.map(ptx, ("bf16", "fp16"), (128, 64)))
+    for code in done:
+        assert code.count("mma.sync") == 8
+        assert "ld.global.v4.b32" in code and "ldmatrix" not in code

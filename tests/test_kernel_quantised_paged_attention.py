@@ -63,6 +63,36 @@ def test_kernel(
         assert torch.equal(*as_bytes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "chunks", [[(0, 37)], [(70, 1), (5, 30), (0, 1), (33, 2)]], ids=["one chunk", "mix"]
+)
+def test_chunks(
+    cached_sequences: Make, kernel_device: str, poisoned: None, chunks: list[tuple[int, int]],
+    kind: torch.dtype, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Both kernels, unlike scales of tokens and heads, NaN behind the contexts."""
+    case = cached_sequences(
+        chunks, heads=6, qk_dim=40, v_dim=24, block_size=16, dtype=dtype, device=kernel_device
+    )
+    for pool in (case.k_pool, case.v_pool, case.k, case.v):
+        pool *= torch.linspace(0.3, 3, pool.shape[-2], device=pool.device, dtype=dtype)[:, None]
+    given = quantised(case, kind)
+    expected = quantised_paged_attention_reference(
+        *[x.float() if x is given[0] else x for x in clone(given)]
+    )
+    if kind == torch.float8_e4m3fn:
+        for pool in given[3:5]:
+            used = torch.zeros(pool.shape[:2], dtype=torch.bool, device=kernel_device)
+            for table, length in zip(case.block_tables, case.context_lens.tolist(), strict=True):
+                for t in range(length):
+                    used[table[t // 16], t % 16] = True
+            pool.view(torch.uint8)[~used] = 0x7F  # NaN
+    y = quantised_paged_attention_triton(*given)
+    assert_close(y, expected.to(dtype), f"{chunks=} {kind} {dtype}")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_is_near_plain_attention(cached_sequences: Make, kind: torch.dtype) -> None:
     case = cached_sequences([(70, 1), (5, 3)], qk_dim=32, v_dim=32)

@@ -108,6 +108,16 @@ def test_any_strides(kernel_device: str) -> None:
         assert torch.equal(sample(draw(laid)), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [-1.5, 0.0, 3.0])
+def test_top_k_of_equal_logits(kernel_device: str, dtype: torch.dtype, value: float) -> None:
+    """Keeps the lowest ids: 3 of 200, in parts of 64."""
+    logits = torch.full((4, 200), value, dtype=dtype, device=kernel_device)
+    given = draw(logits, top_k=3)
+    drawn = sample(given, lanes=64)
+    assert torch.equal(drawn, sample_reference(*given)) and int(drawn.max()) < 3
+
+
 HALVES = [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]  # in base 2: 32, 16, 8, 4, 2, 1 of 63
 TIES = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
 
@@ -125,6 +135,7 @@ TIES = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
         (HALVES, {"top_k": 2, "top_p": 0.66}, {0}),  # of what top_k left
         (HALVES, {"top_k": 2, "top_p": 0.67}, {0, 1}),
         (HALVES, {"min_p": 0.24}, {0, 1, 2}),
+        (HALVES[::-1], {"min_p": 0.24}, {3, 4, 5}),
         (HALVES, {"min_p": 1.0}, {0}),
         (HALVES, {"top_p": 0.0}, {0}),
         (HALVES, {"top_p": 0.97, "min_p": 0.1}, {0, 1, 2, 3}),  # top_p counts those below min_p
@@ -137,7 +148,7 @@ def test_sets(
 ) -> None:
     """What is drawn is in the set; on a GPU all of it shows up in 256 draws."""
     given = draw(
-        torch.tensor(logits, device=kernel_device).repeat(256 if kernel_device == "cuda" else 6, 1),
+        torch.tensor(logits, device=kernel_device).repeat(256 if kernel_device == "cuda" else 12, 1),
         temperature=sampling.LOG2_E, **case,
     )  # fmt: skip
     drawn = sample(given)

@@ -24,6 +24,7 @@ def sequence(id: int, prompt: int, new: int) -> Sequence:
         num_prompt=prompt,
         max_tokens=new,
         params=SamplingParams(),
+        key=0,
         generator=torch.Generator(),
         stream=cast(Any, None),
     )

@@ -66,6 +66,7 @@ class FakeSession:
 
     def __init__(self, manifest: Manifest, logits_of: Logits) -> None:
         self.manifest = manifest
+        self.logits_device = torch.device("cpu")
         self.logits_of = logits_of
         self.pool = torch.empty(0)
         self.steps: list[list[int]] = []  # tokens of each chunk
@@ -76,7 +77,13 @@ class FakeSession:
     def clear(self, blocks: Sequence[int]) -> None:
         self.pool[list(blocks)] = -1
 
-    def step(self, chunks: Sequence[Chunk]) -> Tensor:
+    def step(self, chunks: Sequence[Chunk], last: Tensor | None = None) -> Tensor:
+        if last is not None:
+            unread = [int(last[chunk.source].clamp_min(0)) for chunk in chunks if chunk.source >= 0]
+            chunks = [
+                dataclasses.replace(chunk, token_ids=[unread.pop(0)]) if chunk.source >= 0 else chunk
+                for chunk in chunks
+            ]
         self.steps.append([len(chunk.token_ids) for chunk in chunks])
         return self.ragged(chunks) if self.manifest.form == "ragged" else self.padded(chunks)
 
@@ -191,6 +198,7 @@ def model_session(logits_of: Logits, form: str = "ragged") -> FakeSession:
 @pytest.mark.parametrize("form", ["ragged", "padded"])
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("max_chunk", [5, 16, None])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_greedy_equals_transformers(
     logits_of: Logits,
     tokenizer: Any,
@@ -198,9 +206,13 @@ def test_greedy_equals_transformers(
     form: str,
     block_size: int,
     max_chunk: int | None,
+    overlap: bool,
 ) -> None:
     session = model_session(logits_of, form)
-    llm = LLM("", session=session, tokenizer=tokenizer, block_size=block_size, max_chunk=max_chunk)
+    llm = LLM(
+        "", session=session, tokenizer=tokenizer, block_size=block_size, max_chunk=max_chunk,
+        overlap=overlap,
+    )  # fmt: skip
     params = SamplingParams(max_tokens=NEW)
     batched = llm.generate(PROMPTS, params)
     assert [output.choices[0].token_ids for output in batched] == expected
@@ -210,10 +222,14 @@ def test_greedy_equals_transformers(
     assert llm.blocks.num_used == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_sequences_give_the_same_tokens(
-    logits_of: Logits, tokenizer: Any, expected: list[list[int]]
+    logits_of: Logits, tokenizer: Any, expected: list[list[int]], overlap: bool
 ) -> None:
-    llm = LLM("", session=model_session(logits_of), tokenizer=tokenizer, block_size=4, num_blocks=7)
+    session = model_session(logits_of)
+    llm = LLM(
+        "", session=session, tokenizer=tokenizer, block_size=4, num_blocks=7, overlap=overlap
+    )
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=NEW))
     assert llm.scheduler.num_preemptions > 0
     assert [output.choices[0].token_ids for output in outputs] == expected
