@@ -98,7 +98,8 @@ def _reworded(backend: str, error: Exception, log: Path, step: str, nodes: Path)
         named = model.mentioned(said)
         if named:
             at = model.chain(named[0])
-    at = at or [line for line in [innermost(error.__traceback__)] if line]
+    if known(backend, said) is None and not at:
+        at = [line for line in [innermost(error.__traceback__)] if line]
     if known(backend, said) is None and isinstance(error, (AssertionError, KeyError, TypeError)):
         return worded(f"{backend} {what}", *BUG, at, said, log)
     return failure(backend, what, said, log, at)
@@ -109,7 +110,7 @@ def export_failure(module: str, error: Exception) -> BuildError:
     said = " ".join(str(error).split())
     row = known("export", f"{type(error).__name__} {said}")
     cause, advice = (row.cause, row.advice) if row else UNKNOWN
-    line = innermost(error.__traceback__)
+    line = innermost(error.__traceback__, ours=False)
     at = [line] if line else []
     return worded(f"torch.export of {module} failed", cause, advice, at, f"torch says: {said}")
 
@@ -117,18 +118,18 @@ def export_failure(module: str, error: Exception) -> BuildError:
 def explained(error: SeekforgeError) -> str:
     """An engine that cannot be opened, with cause and advice where the library's text is known."""
     row = known("tensorrt", str(error)) if isinstance(error, EngineError) else None
-    if row is None or "TensorRT" not in str(error):
+    if row is None:
         return str(error)
     return f"{error}\n  cause: {row.cause}\n  do: {row.advice}"
 
 
-def innermost(trace: TracebackType | None) -> str | None:
-    """`file.py:12 in forward: code` of the innermost line that is neither torch's nor ours; ours,
-    where there is no other."""
+def innermost(trace: TracebackType | None, ours: bool = True) -> str | None:
+    """`file.py:12 in forward: code` of the innermost line that is neither torch's nor ours; ours
+    where there is no other, if that is wanted."""
     lines = [f for f in traceback.extract_tb(trace) if not Path(f.filename).is_relative_to(TORCH)]
     lines = [frame for frame in lines if not frame.filename.startswith("<")]
     theirs = [frame for frame in lines if Path(frame.filename).resolve().parent not in OURS]
-    for frame in (theirs or lines)[-1:]:
+    for frame in (theirs or lines if ours else theirs)[-1:]:
         name = "/".join(Path(frame.filename).parts[-2:])
         return f"{name}:{frame.lineno} in {frame.name}: {frame.line}"
     return None

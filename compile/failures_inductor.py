@@ -26,11 +26,12 @@ def inductor_failure(
 ) -> BuildError:
     """Keeps the compiling process' output `text` as `log`. code: what it ended with; -9 where a
     signal 9 ended it."""
-    log.write_text(text, encoding="utf-8")
     what = f"could not compile {package} for {device}"
     if code < 0:
         said = f"the compiling process was ended by signal {-code} ({signal.Signals(-code).name})"
+        log.write_text(f"{text}\n{said}\n", encoding="utf-8")
         return failure("inductor", what, said, log)
+    log.write_text(text, encoding="utf-8")
     lines = [match[0] for match in _ERROR.finditer(text)]
     said = lines[-1] if lines else " ".join(text.splitlines()[-3:]) or "nothing"
     return failure("inductor", what, said, log, _places(program, text))

@@ -105,7 +105,8 @@ KNOWN = (
         "build it again, or copy it again and compare its sha256 with the manifest's",
     ),
     Known(
-        TENSORRT, r"not compatible with the (current )?(GPU|device)|compute capability",
+        TENSORRT, r"not compatible with the (current )?(GPU|device)|different (GPU|device|compute)"
+        r"|compute capability \S+ and this GPU",
         "the engine is made for GPUs of another compute capability",
         "build it with --target of this GPU",
     ),
@@ -194,7 +195,7 @@ KNOWN = (
     ),
     Known(
         INDUCTOR, r"no fake impl|[Nn]o fake implementation|UnsupportedFakeTensorException"
-        r"|There was no fake",
+        r"|There was no fake|UnsupportedOperatorException",
         "an operator has no fake implementation, so that export cannot know its result's shape",
         "register one (register_fake), or keep the operator out of the graph",
     ),
@@ -202,6 +203,11 @@ KNOWN = (
         INDUCTOR, r"MissingOperator|missing lowering|no lowering",
         "Inductor cannot compile this operator",
         "write it with ATen operators",
+    ),
+    Known(
+        INDUCTOR, r"RuntimeError: .*(same reduction dim|size of tensor|shape|sizes)",
+        "the shapes of the operator's inputs do not fit together",
+        "a pass or the model's code made a graph that cannot run: report it with the log",
     ),
     Known(
         INDUCTOR, r"TritonMissing|Cannot find a working triton",
@@ -234,7 +240,7 @@ KNOWN = (
     ),
     Known(
         ANY, r"[Oo]ut.?[Oo]f.?[Mm]emory|bad_?alloc|[Cc]annot allocate|can't allocate|MemoryError"
-        r"|failed to map segment|[Uu]nable to mmap",
+        r"|failed to map segment|[Uu]nable to mmap|Arena alloc failed",
         "memory ran out during the build",
         "see `seekforge check` for what the build needs; lower --max-batch, --max-chunk or "
         "--max-len, or build on a machine with more",

@@ -143,7 +143,8 @@ def _set_targets(trt: Any, config: Any, product: str, targets: Sequence[str]) ->
     if unknown or not targets:
         raise BuildError(
             f"compute capability {', '.join(unknown) or '(none given)'}: tensorrt-rtx builds for "
-            f"{', '.join(known)}"
+            f"{', '.join(known)}; give one of them with --target, or build for another GPU with "
+            "--backend inductor or tensorrt"
         )
     config.num_compute_capabilities = len(targets)
     for index, target in enumerate(targets):

@@ -114,6 +114,13 @@ DEVICE void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
       : "memory");
 }
 
+// The same box to the L2 cache.
+DEVICE void prefetch_box(const CUtensorMap* map, int a, int b, int c) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(a),
+               "r"(b), "r"(c)
+               : "memory");
+}
+
 // 16 bytes by a single thread, or zeros; done for this thread after copies_wait().
 DEVICE void copy_unit(uint32_t to, int64_t from, bool zeros) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),

@@ -1,12 +1,12 @@
 // An INT4 linear layer for some dozens of tokens and more: y^T = W x^T on Hopper's matrix units.
 //
 // A warpgroup decodes the weights of 64 output features into the registers from which the matrix
-// unit takes its first operand; the second, x, lies in shared memory, with the features of each unit
-// of 128 in the order in which a lane has its weights (kernels/int4_layout.py). One warp keeps the
-// bulk copies of weights and x running, STAGES units ahead; two units' products are under way while
-// a third is decoded. Thread blocks of a cluster share either x, each copying a part of it to all
-// (many tokens), or the input features, and then add up their parts through each other's shared
-// memory (few tokens).
+// unit takes its first operand; the second, x, lies in shared memory. One warp keeps the bulk copies
+// of both running, STAGES units ahead. Of each eight features, four bytes, a lane of four needs one
+// byte: it reads all, so that x may lie as it is. Between two products of a unit a part of the next
+// unit is decoded: a warp waits where the matrix unit is busy, and would decode while it is idle.
+// Thread blocks of a cluster may share the input features (few tokens); they add up their parts
+// through each other's shared memory.
 
 #include "hopper.cuh"
 
@@ -18,7 +18,7 @@ PRODUCTS(16, "32", "16", "17", "18", "19", "20", "21", "22")
 
 struct Arguments {
   int64_t scales, zeros, bias, y;  // addresses; 0: none
-  int64_t rows, out_features;
+  int64_t rows, x_row, out_features;
   int64_t packed;  // bytes of a row of the weight
   int64_t groups, units;
   int64_t each;       // units of a block, a multiple of 4; those behind the last are zeros
@@ -47,22 +47,21 @@ struct Magic<__half> {
 template <class T>
 using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 
-// Two of the eight weights of a word: nibbles p and p + 4.
+// Both weights of byte t of a word; pick: 0x1010 * t + 0x4400 turned by bytes (see Block).
 template <class T>
-DEVICE uint32_t decoded(uint32_t word, int p, uint32_t offset, uint32_t scale) {
+DEVICE uint32_t decoded(uint32_t word, uint32_t pick, uint32_t offset, uint32_t scale) {
   uint32_t q;
-  asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(q) : "r"(word >> 4 * p), "r"(Magic<T>::BITS));
+  asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;"
+      : "=r"(q)
+      : "r"(__byte_perm(word, word >> 4, pick)), "r"(Magic<T>::BITS));
   const auto as = [](uint32_t& v) { return reinterpret_cast<Pair<T>&>(v); };
   Pair<T> value = __hmul2(__hsub2(as(q), as(offset)), as(scale));
   return reinterpret_cast<uint32_t&>(value);
 }
 
-DEVICE uint4 load_shared(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(at)
-               : "memory");
+DEVICE uint2 load_shared(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
   return v;
 }
 
@@ -79,14 +78,6 @@ DEVICE float4 load_cluster(uint32_t at, uint32_t rank) {
 
 // --- clusters ---
 
-// The same barrier of another thread block of the cluster, or of this one.
-DEVICE void barrier_arrive_at(uint32_t at, uint32_t rank) {
-  asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-      " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(at), "r"(rank)
-      : "memory");
-}
-
 DEVICE uint32_t cluster_rank() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -96,16 +87,6 @@ DEVICE uint32_t cluster_rank() {
 DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
-}
-
-// To the same place in both thread blocks of a cluster of two.
-DEVICE void copy_box_twice(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b,
-                           int c) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to), "l"(map),
-      "r"(barrier), "r"(a), "r"(b), "r"(c), "h"(uint16_t(3))
-      : "memory");
 }
 
 DEVICE void copy_plain(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b) {
@@ -140,7 +121,7 @@ struct Block {
   using S = Shape<T, BM, GROUPS>;
   const Arguments& x;
   uint32_t memory, barriers;
-  int n0, m0, first, rank, sharing;  // sharing: blocks that share x
+  int n0, m0, first, rank;
 
   DEVICE uint32_t x_tile(int stage) const { return memory + stage * S::X_BYTES; }
   DEVICE uint32_t q_tile(int stage) const {
@@ -158,15 +139,9 @@ struct Block {
     };
     const auto tokens = [&](int i, int stage) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t to = x_tile(stage) + half * BM * 128;
-        const int column = 2 * (first + i) + half;
-        if (sharing == 1)
-          copy_box(to, x_map, full(stage), 0, m0, column);
-        else
-          copy_box_twice(to + rank * (BM / 2) * 128, x_map, full(stage), 0, m0 + rank * (BM / 2),
-                         column);
-      }
+      for (int half = 0; half < 2; ++half)
+        copy_plain(x_tile(stage) + half * BM * 128, x_map, full(stage),
+                   (first + i) * UNIT + half * 64, m0);
     };
     for (int i = 0; i < ahead; ++i) weights(i, i);  // older than the launch before, as x is not
     wait_for_launch_before();
@@ -179,14 +154,6 @@ struct Block {
       tokens(i, stage);
       if (++stage == stages) stage = 0, parity ^= 1;
     }
-  }
-
-  DEVICE void release(int stage) const {
-    if (threadIdx.x % 128 != 0) return;
-    if (sharing == 1)
-      barrier_arrive(empty(stage));
-    else
-      for (int r = 0; r < sharing; ++r) barrier_arrive_at(empty(stage), uint32_t(r));
   }
 
   DEVICE void consume(float (&acc)[S::ACC]) const {
@@ -211,57 +178,87 @@ struct Block {
         if (zeros) f.zero[r] = __ldg(zeros + at[r] + of);
       }
     };
-    int stage = 0, parity = 0, done = 0;
-    const auto decode = [&](uint32_t (&a)[32], const Factors<T>& f) {
-      uint32_t scale[2], offset[2];
+    const uint32_t pick = t * 0x1111u + 0x4400u, lane = threadIdx.x % 32 & ~3u;
+    // Scales of the rows r and r + 8 in the halves of a word, and offsets likewise.
+    struct Pairs {
+      uint32_t scale, offset;
+    };
+    const auto pairs = [&](const Factors<T>& f) {
+      const float low = Magic<T>::OFFSET + (zeros ? float(f.zero[0]) : 8.f);
+      const float high = Magic<T>::OFFSET + (zeros ? float(f.zero[1]) : 8.f);
+      return Pairs{f.scale[0] | uint32_t(f.scale[1]) << 16, packed<T>(low, high)};
+    };
+    const auto words = [&](uint2 (&w)[2], int stage, int step) {
+      const uint32_t from = q_tile(stage) + row * (UNIT / 2) + step * 8;
+      w[0] = load_shared(from), w[1] = load_shared(from + 8 * (UNIT / 2));
+    };
+    // The operand of a product: the features 16 step to 16 step + 15.
+    const auto decode = [&](uint32_t* a, const uint2 (&w)[2], const Pairs& all, int step) {
+      const uint32_t scale = __shfl_sync(~0u, all.scale, lane + step / 2);
+      const uint32_t offset = __shfl_sync(~0u, all.offset, lane + step / 2);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        scale[r] = f.scale[r] * 0x10001u;
-        const float zero = Magic<T>::OFFSET + (zeros ? float(f.zero[r]) : 8.f);
-        offset[r] = packed<T>(zero, zero);
+        const uint32_t half = r ? 0x3232 : 0x1010;
+        const uint32_t s = __byte_perm(scale, 0, half), o = __byte_perm(offset, 0, half);
+        a[r] = decoded<T>(w[r].x, pick, o, s), a[2 + r] = decoded<T>(w[r].y, pick, o, s);
       }
-      barrier_wait(full(stage), parity);
-      const uint32_t from = q_tile(stage) + row * (UNIT / 2) + t * 16;
-      const uint4 low = load_shared(from), high = load_shared(from + 8 * (UNIT / 2));
-      const uint32_t w[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
-#pragma unroll
-      for (int i = 0; i < 32; ++i)  // step 2 p + e, then the rows' and columns' upper halves
-        a[i] = decoded<T>(w[i % 2][i / 4 % 2 * 2 + i / 2 % 2], i / 8, offset[i % 2], scale[i % 2]);
-      pin(a);
-    };
-    const auto start = [&](const uint32_t (&a)[32], bool use) {
-      const Tile tile(x_tile(stage));
-      matrix_fence();
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        multiply<T, false>(acc, a + 4 * i, tile[i / 4 * BM * 128 + i % 4 * 32], use || i > 0);
-      matrix_commit();
-      if (++stage == stages) stage = 0, parity ^= 1;
-    };
-    const auto finish = [&] {
-      matrix_wait<1>();
-      release(done);
-      if (++done == stages) done = 0;
     };
 #pragma unroll
     for (int i = 0; i < 4; ++i) fetch(factors[i], i);
     uint32_t a[2][32];
-    decode(a[0], factors[0]);
-    fetch(factors[0], 4);
-    start(a[0], false);
-    const auto next = [&](int unit, int i) {
-      decode(a[i % 2], factors[i % 4]);
-      fetch(factors[i % 4], unit + i + 4);
-      start(a[i % 2], true);
-      finish();
+    barrier_wait(full(0), 0);
+    {
+      const Pairs all = pairs(factors[0]);
+#pragma unroll
+      for (int step = 0; step < 8; ++step) {
+        uint2 w[2];
+        words(w, 0, step);
+        decode(a[0] + 4 * step, w, all, step);
+      }
+      fetch(factors[0], 4);
+    }
+    int before = 0, stage = 0, after = 1 % stages, parity = stages == 1;
+    // The products of a unit; decodes the next into `next`.
+    const auto multiply_unit = [&](uint32_t (&now)[32], uint32_t (&next)[32], Factors<T>& f, int unit,
+                                   bool use, bool more) {
+      const Tile tile(x_tile(stage));
+      uint2 w[2][2];
+      Pairs all;
+      if (more) {
+        all = pairs(f);
+        fetch(f, unit + 5);
+        barrier_wait(full(after), parity);
+        words(w[0], after, 0);
+      }
+      pin(now);
+      matrix_fence();
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        multiply<T, false>(acc, now + 4 * i, tile[i / 4 * BM * 128 + i % 4 * 32], use || i > 0);
+        if (i == 0) {
+          matrix_commit();
+          matrix_wait<1>();  // of the unit before, whose registers and memory are free now
+          if (use && threadIdx.x % 128 == 0) barrier_arrive(empty(before));
+        }
+        if (more) {
+          if (i < 7) words(w[(i + 1) % 2], after, i + 1);
+          decode(next + 4 * i, w[i % 2], all, i);
+        }
+      }
+      matrix_commit();
+      before = stage, stage = after;
+      if (++after == stages) after = 0, parity ^= 1;
     };
+    multiply_unit(a[0], a[1], factors[1], 0, false, true);
     int unit = 0;
     for (; unit + 4 < each; unit += 4) {
 #pragma unroll
-      for (int i = 1; i < 5; ++i) next(unit, i);
+      for (int i = 1; i < 5; ++i)
+        multiply_unit(a[i % 2], a[(i + 1) % 2], factors[(i + 1) % 4], unit + i, true, true);
     }
 #pragma unroll
-    for (int i = 1; i < 4; ++i) next(unit, i);
+    for (int i = 1; i < 4; ++i)
+      multiply_unit(a[i % 2], a[(i + 1) % 2], factors[(i + 1) % 4], unit + i, true, i < 3);
     matrix_wait<0>();
     pin(acc);
   }
@@ -281,15 +278,23 @@ struct Block {
   DEVICE void write() const {
     const int splits = int(x.splits);
     const auto* bias = reinterpret_cast<const T*>(x.bias);
+    extern __shared__ uint8_t raw[];
+    const auto* sums = reinterpret_cast<const float*>(raw + (memory - shared_address(raw)));
+#pragma unroll 4
     for (int i = threadIdx.x; i < BM * S::N / 4; i += 128 * GROUPS) {
       const int m = i / (S::N / 4), n = i % (S::N / 4) * 4;
-      if (m % splits != (splits > 1 ? rank : 0)) continue;
+      if (m % splits != rank) continue;
       if (m0 + m >= x.rows || n0 + n >= x.out_features) continue;
       const uint32_t at = memory + 4 * (m * S::PITCH + n);
       float v[4] = {};
-      for (int r = 0; r < splits; ++r) {
-        const float4 part = load_cluster(at, splits > 1 ? r : rank);
-        v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
+      if (splits == 1) {
+        const float4 all = *reinterpret_cast<const float4*>(sums + m * S::PITCH + n);
+        v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
+      } else {
+        for (int r = 0; r < splits; ++r) {
+          const float4 part = load_cluster(at, r);
+          v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
+        }
       }
       T* y = reinterpret_cast<T*>(x.y) + (m0 + m) * x.out_features + n0 + n;
       if (x.out_features % 4 == 0) {
@@ -308,24 +313,23 @@ struct Block {
 template <class T, int BM, int GROUPS>
 __global__ void __launch_bounds__(Shape<T, BM, GROUPS>::THREADS, 1)
     int4_kernel(const Arguments x, const __grid_constant__ CUtensorMap x_map,
-                const __grid_constant__ CUtensorMap q_map, const int cluster) {
+                const __grid_constant__ CUtensorMap q_map) {
   using S = Shape<T, BM, GROUPS>;
   extern __shared__ uint8_t raw[];
   const uint32_t base = (shared_address(raw) + 1023) & ~1023u;
-  const int splits = int(x.splits), rank = cluster > 1 ? int(cluster_rank()) : 0;
+  const int splits = int(x.splits), rank = splits > 1 ? int(cluster_rank()) : 0;
   const int tile = int(blockIdx.x) / splits;
   const int held = int(x.stages) * S::STAGE, sums = 4 * BM * S::PITCH;
   const Block<T, BM, GROUPS> block{x, base, base + (held > sums ? held : sums), tile * S::N,
-                                   int(blockIdx.y) * BM, splits > 1 ? rank * int(x.each) : 0, rank,
-                                   splits > 1 ? 1 : cluster};
+                                   int(blockIdx.y) * BM, rank * int(x.each), rank};
   if (threadIdx.x == 0) {
     for (int i = 0; i < int(x.stages); ++i) {
       barrier_init(block.full(i), 1);
-      barrier_init(block.empty(i), GROUPS * block.sharing);
+      barrier_init(block.empty(i), GROUPS);
     }
     fence_async();
   }
-  if (cluster > 1)
+  if (splits > 1)
     cluster_sync();
   else
     __syncthreads();
@@ -333,7 +337,7 @@ __global__ void __launch_bounds__(Shape<T, BM, GROUPS>::THREADS, 1)
     if constexpr (S::SHIFT) fewer_registers<24>();
     if (threadIdx.x == 128 * GROUPS) block.produce(&x_map, &q_map);
     __syncwarp();
-    if (cluster > 1) {
+    if (splits > 1) {
       cluster_sync();
       cluster_sync();
     }
@@ -343,12 +347,12 @@ __global__ void __launch_bounds__(Shape<T, BM, GROUPS>::THREADS, 1)
   float acc[S::ACC];
   block.consume(acc);
   block.store(acc);
-  if (cluster > 1)
+  if (splits > 1)
     cluster_sync();
   else
     group_sync<128 * GROUPS>(1);
   block.write();
-  if (cluster > 1) cluster_sync();  // others may still read here
+  if (splits > 1) cluster_sync();  // others may still read here
 }
 
 // A map of a tensor, innermost dimension first: x in columns of 64 values, or the weight's bytes.
@@ -371,22 +375,22 @@ bool make_map(CUtensorMap* map, CUtensorMapDataType type, CUtensorMapSwizzle swi
 }
 
 template <class T, int BM, int GROUPS>
-int start(const Arguments& x, const void* tokens, const void* weights, int cluster, void* stream) {
+int start(const Arguments& x, const void* tokens, const void* weights, void* stream) {
   using S = Shape<T, BM, GROUPS>;
   CUtensorMap maps[2];
-  const bool sharing = x.splits == 1 && cluster == 2, bf16 = std::is_same_v<T, __nv_bfloat16>;
-  const uint64_t sizes[3] = {64, uint64_t(x.rows), uint64_t(2 * x.units)};
-  const uint64_t strides[2] = {uint64_t(2 * UNIT * x.units), 128};
-  const uint32_t box[3] = {64, uint32_t(sharing ? BM / 2 : BM), 1};
+  const bool bf16 = std::is_same_v<T, __nv_bfloat16>;
+  const uint64_t sizes[2] = {uint64_t(2 * x.packed), uint64_t(x.rows)};
+  const uint64_t stride = 2 * x.x_row;
+  const uint32_t box[2] = {64, BM};
   const uint64_t q_sizes[2] = {uint64_t(x.packed), uint64_t(x.out_features)};
   const uint32_t q_box[2] = {UNIT / 2, S::N};
   if (!make_map(&maps[0], bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                CU_TENSOR_MAP_SWIZZLE_128B, tokens, 3, sizes, strides, box) ||
+                CU_TENSOR_MAP_SWIZZLE_128B, tokens, 2, sizes, &stride, box) ||
       !make_map(&maps[1], CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_NONE, weights, 2,
                 q_sizes, q_sizes, q_box))
     return -1;
   const unsigned blocks = unsigned((x.out_features + S::N - 1) / S::N * x.splits);
-  const dim3 grid((blocks + cluster - 1) / cluster * cluster, unsigned((x.rows + BM - 1) / BM));
+  const dim3 grid(blocks, unsigned((x.rows + BM - 1) / BM));
   const auto kernel = int4_kernel<T, BM, GROUPS>;
   const int shared = S::bytes(int(x.stages));
   cudaError_t failed =
@@ -396,11 +400,11 @@ int start(const Arguments& x, const void* tokens, const void* weights, int clust
   asked[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   asked[0].val.programmaticStreamSerializationAllowed = 1;
   asked[1].id = cudaLaunchAttributeClusterDimension;
-  asked[1].val.clusterDim = {unsigned(cluster), 1, 1};
+  asked[1].val.clusterDim = {unsigned(x.splits), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(S::THREADS), config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream), config.attrs = asked, config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, x, maps[0], maps[1], cluster);
+  return cudaLaunchKernelEx(&config, kernel, x, maps[0], maps[1]);
 }
 
 template <class T, int GROUPS>
@@ -414,12 +418,11 @@ auto chosen(int tokens) {
 
 }  // namespace
 
-// tokens [rows, units * 128], weights [out_features, in_features / 2]. cluster: blocks that share x,
-// or splits. Returns 0, or CUDA's error, or -1 where the driver refuses a map.
+// tokens [rows, in_features], weights [out_features, in_features / 2]. Returns 0, or CUDA's error, or -1 where the driver refuses a map.
 extern "C" int int4_many(const Arguments* x, const void* tokens, const void* weights, int block_m,
-                         int groups, int cluster, int fp16, void* stream) {
+                         int groups, int fp16, void* stream) {
   auto run = fp16 ? (groups == 1 ? chosen<__half, 1>(block_m) : chosen<__half, 2>(block_m))
                   : (groups == 1 ? chosen<__nv_bfloat16, 1>(block_m)
                                  : chosen<__nv_bfloat16, 2>(block_m));
-  return run(*x, tokens, weights, cluster, stream);
+  return run(*x, tokens, weights, stream);
 }

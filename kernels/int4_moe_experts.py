@@ -26,7 +26,8 @@ from torch.nn.functional import silu
 
 from seekforge.kernels.gemv import int4_gemv
 from seekforge.kernels.int4_linear import int4_linear_reference
-from seekforge.kernels.moe_config import DEFAULT, Config, GemvConfig, moe_config
+from seekforge.kernels.moe_config import DEFAULT, ONE, Config, FewConfig, GemvConfig, moe_config
+from seekforge.kernels.moe_int4_few import moe_int4_few_triton, reads
 from seekforge.kernels.moe_int4_gemm import moe_int4_gemm_triton, takes
 from seekforge.kernels.moe_int4_gemv import in_words, moe_int4_gemv_triton
 from seekforge.kernels.moe_int4_plain import moe_int4_plain_triton
@@ -99,12 +100,17 @@ def int4_moe_experts_triton(
         experts=gate_up_q.shape[0],
     )  # fmt: skip
     groups = gate_up_scales.shape[-1], down_scales.shape[-1]
+    sizes = hidden // groups[0], intermediate // groups[1]
+    if isinstance(config, FewConfig) and not reads(x, *sizes):
+        config = ONE if config.m == 0 else DEFAULT
     if isinstance(config, GemvConfig) and not in_words(hidden, intermediate, *groups):
         config = DEFAULT
     run: Any = moe_int4_plain_triton
     if isinstance(config, GemvConfig):
         run = partial(moe_int4_gemv_triton, config=config)
-    elif takes(x.dtype, hidden // groups[0], intermediate // groups[1]):
+    elif isinstance(config, FewConfig):
+        run = partial(moe_int4_few_triton, config=config)
+    elif takes(x.dtype, *sizes):
         run = partial(moe_int4_gemm_triton, config=config)
     packed = (gate_up_q, gate_up_scales, gate_up_zeros, down_q, down_scales, down_zeros)
     y: Tensor = run(

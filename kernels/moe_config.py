@@ -1,7 +1,8 @@
 """Configurations of the mixture of experts' kernels; the rows of h200.json and their defaults.
 
 A row serves up to `tokens` tokens and `load` pairs per expert, tokens * top_k / experts (null: any
-number); the first that fits is taken. A row without m is for the matrix-vector kernels.
+number); the first that fits is taken. A row with k_warps is a FewConfig, another without m one for
+the matrix-vector kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +46,27 @@ class GemmConfig:
     bulk: bool = False
 
 
-Config = GemvConfig | GemmConfig
+@dataclass(frozen=True, slots=True)
+class FewConfig:
+    """INT4 weights. m: pairs of a tile, 0 for pairs apart; n: rows of a matrix in a program (of gate
+    and of up each), 16 or more for each of row_warps; k_warps: warps that share the columns, `unroll`
+    units of 128 each at a time; prefetch: the first product has the second's weights brought to the
+    cache. For the first product, then for the second."""
+
+    m: int
+    n: int
+    row_warps: int
+    k_warps: int
+    unroll: int
+    down_n: int
+    down_row_warps: int
+    down_k_warps: int
+    down_unroll: int
+    prefetch: bool = False
+
+
+Config = GemvConfig | GemmConfig | FewConfig
+ONE = GemvConfig(4, 128, 1, 1, 128, 1)
 DEFAULT = GemmConfig(16, 64, 64, 4, 4, 64, 64, 4, 4)
 
 
@@ -56,7 +77,7 @@ def moe_config(op: str, *, tokens: int, pairs: int, experts: int) -> Config:
 
 def config_of(row: dict[str, Any]) -> Config:
     """A row of the file as a configuration."""
-    kind = GemmConfig if "m" in row else GemvConfig
+    kind: type[Config] = FewConfig if "k_warps" in row else GemmConfig if "m" in row else GemvConfig
     return kind(**{f.name: row[f.name] for f in fields(kind) if f.name in row})
 
 

@@ -33,15 +33,14 @@ constexpr int ROWS = 64, TOKENS = 64, RANK = 512;
 constexpr int CHUNK = 64 * 128;                    // bytes of 64 rows x 64 values
 constexpr int BLOCK = 9 * CHUNK, HALF = 4 * CHUNK;  // eight of the latent, then the rope part
 constexpr int THREADS = 384;  // two warpgroups that compute, one that loads
-constexpr int PIECES = 4, WIDE = 8 / PIECES;  // a block is waited for in pieces of so many chunks
+constexpr int AHEAD = 2;      // blocks that are on their way to the L2 cache before they are copied
 
 struct Shared {
   uint8_t blocks[2][BLOCK];
   uint8_t query[BLOCK];
   float highest[2][ROWS];
   float total[2][ROWS];
-  uint64_t full[2][PIECES];  // [buffer][piece]
-  uint64_t empty[2][2];      // [buffer][half]
+  uint64_t full[2][2], empty[2][2];  // [buffer][half]
   uint64_t weights[2];
 };
 
@@ -73,27 +72,40 @@ DEVICE Part find_part(const Arguments& x) {
 DEVICE void load_blocks(const Arguments& x, const Part& part, const CUtensorMap* map, Shared& s) {
   auto table = reinterpret_cast<const int64_t*>(x.tables) + part.sequence * x.table;
   const int box = int(x.box), page = int(x.page), boxes = TOKENS / box, lane = threadIdx.x % 32;
-  Boxes next(table, part.first * TOKENS, box, page, part.visible);
-  for (int i = 0; i < part.count; ++i) {
-    const Boxes here = next;
-    next = Boxes(table, (part.first + i + 1) * TOKENS, box, page, part.visible);
-    const int buffer = i & 1, rope_piece = buffer ? PIECES / 2 - 1 : PIECES - 1;
-    for (int piece = 0; piece < PIECES; ++piece) {
-      const uint32_t full = shared_address(&s.full[buffer][piece]);
-      if (piece % (PIECES / 2) == 0)
-        barrier_wait(shared_address(&s.empty[buffer][piece / (PIECES / 2)]), i >> 1 & 1 ^ 1);
-      const int chunks = WIDE + (piece == rope_piece);
-      if (lane == 0) barrier_expect(full, chunks * CHUNK);
-      __syncwarp();
-      for (int first = 0; first < boxes * chunks; first += 32) {
-        const int at = first + lane, row = at % boxes;
-        const int block = __shfl_sync(~0u, here.block, row), slot = __shfl_sync(~0u, here.slot, row);
-        const int c = at / boxes < WIDE ? piece * WIDE + at / boxes : 8;
-        if (at < boxes * chunks)
-          copy_box(shared_address(s.blocks[buffer]) + c * CHUNK + row * box * 128, map, full, c * 64,
-                   slot, block);
-      }
+  auto find = [&](int i) { return Boxes(table, (part.first + i) * TOKENS, box, page, part.visible); };
+  // action(chunk, box, block, slot) for the boxes of some chunks, one a lane.
+  auto each_box = [&](const Boxes& of, int chunks, auto&& action) {
+    for (int first = 0; first < boxes * chunks; first += 32) {
+      const int at = first + lane, row = at % boxes;
+      const int block = __shfl_sync(~0u, of.block, row), slot = __shfl_sync(~0u, of.slot, row);
+      if (at < boxes * chunks) action(at / boxes, row, block, slot);
     }
+  };
+  Boxes boxes_of[AHEAD + 1];
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) boxes_of[i] = find(i);
+  for (int i = 0; i < part.count; ++i) {
+    boxes_of[AHEAD] = find(min(i + AHEAD, part.count - 1));
+    if (AHEAD > 0 && i + AHEAD < part.count)
+      each_box(boxes_of[AHEAD], 9, [&](int c, int, int block, int slot) {
+        prefetch_box(map, c * 64, slot, block);
+      });
+    const int buffer = i & 1;
+    // First the half that its owner frees by its own probabilities, then the other with the rope part.
+    for (int turn = 0; turn < 2; ++turn) {
+      const int half = turn ^ buffer;
+      const uint32_t full = shared_address(&s.full[buffer][half]);
+      barrier_wait(shared_address(&s.empty[buffer][half]), i >> 1 & 1 ^ 1);
+      if (lane == 0) barrier_expect(full, (4 + turn) * CHUNK);
+      __syncwarp();
+      each_box(boxes_of[0], 4 + turn, [&](int at, int row, int block, int slot) {
+        const int c = at < 4 ? half * 4 + at : 8;
+        copy_box(shared_address(s.blocks[buffer]) + c * CHUNK + row * box * 128, map, full, c * 64,
+                 slot, block);
+      });
+    }
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j) boxes_of[j] = boxes_of[j + 1];
   }
 }
 
@@ -127,19 +139,23 @@ struct Consumer {
 
   DEVICE uint32_t block(int buffer) { return shared_address(s.blocks[buffer]); }
 
+  DEVICE void wait_for(int buffer, int half, int parity) {
+    barrier_wait(shared_address(&s.full[buffer][half]), parity);
+  }
+
   // Starts scores = query . block
-  DEVICE void score(int buffer, int parity) {
-    const Tile q(shared_address(s.query)), k(block(buffer));
+  DEVICE void score(int parity) {
+    const Tile q(shared_address(s.query)), k(block(SIDE));
+    wait_for(SIDE, SIDE, parity);
+    wait_for(SIDE, 1 - SIDE, parity);
+    matrix_fence();
 #pragma unroll
-    for (int c = 0; c < 9; ++c) {
-      if (c % WIDE == 0 && c < 8) {
-        barrier_wait(shared_address(&s.full[buffer][c / WIDE]), parity);
-        matrix_fence();
-      }
+    for (int i = 0; i < 9; ++i) {
+      const int chunk = i < 8 ? i ^ 4 * SIDE : 8;
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        const int at = c * CHUNK + step * 32;
-        multiply<T, false>(scores, q[at], k[at], c + step > 0);
+        const int at = chunk * CHUNK + step * 32;
+        multiply<T, false>(scores, q[at], k[at], i + step > 0);
       }
     }
     matrix_commit();
@@ -236,8 +252,7 @@ struct Consumer {
   DEVICE void receive(int buffer, int parity, int i) {
     barrier_wait(shared_address(&s.weights[buffer]), parity);
     rescale(s.highest[buffer][row], s.highest[buffer][row + 8]);
-    for (int piece = 0; piece < PIECES / 2; ++piece)
-      barrier_wait(shared_address(&s.full[buffer][SIDE * (PIECES / 2) + piece]), parity);
+    wait_for(buffer, SIDE, parity);
     clean(buffer, i);
     mix<false>(buffer);
   }
@@ -256,7 +271,7 @@ struct Consumer {
   DEVICE void run_even(int blocks, int odd) {
     float top[2];
     for (int n = 0; n < blocks; ++n) {
-      score(0, n & 1);
+      score(n & 1);
       matrix_wait<0>();
       pin(scores);
       softmax(2 * n, top);
@@ -272,7 +287,7 @@ struct Consumer {
   DEVICE void run_odd(int blocks, int even) {
     float top[2];
     for (int n = 0; n < blocks; ++n) {
-      score(1, n & 1);
+      score(n & 1);
       receive(0, n & 1, 2 * n);
       matrix_wait<1>();
       pin(scores);
@@ -340,8 +355,10 @@ __global__ void __launch_bounds__(THREADS, 1)
   const Part part = find_part(x);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
-      for (int piece = 0; piece < PIECES; ++piece) barrier_init(shared_address(&s.full[i][piece]), 1);
-      for (int half = 0; half < 2; ++half) barrier_init(shared_address(&s.empty[i][half]), 4);
+      for (int half = 0; half < 2; ++half) {
+        barrier_init(shared_address(&s.full[i][half]), 1);
+        barrier_init(shared_address(&s.empty[i][half]), 4);
+      }
       barrier_init(shared_address(&s.weights[i]), 128);
     }
     fence_async();

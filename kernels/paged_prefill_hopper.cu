@@ -377,13 +377,13 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   wait_for_launch_before();
   if (threadIdx.x < 128) {
-    fewer_registers<32>();
+    fewer_registers<40>();
     if (threadIdx.x < 32)
       load_blocks(x, &k_map, &v_map, s);
     else
       load_queries(x, s);
   } else {
-    more_registers<240>();
+    more_registers<232>();
     Consumer<T>(s, x, scale).run();
   }
 }

@@ -30,7 +30,8 @@ from seekforge.kernels.errors import EngineError
 from seekforge.runtime.decode_inputs import DecodeInputs, is_decode, place_tokens
 from seekforge.runtime.graphs import Capture, CudaCapture, Graphs, ladder
 from seekforge.runtime.manifest import Manifest
-from seekforge.runtime.padded import clear_blocks, make_pools
+from seekforge.runtime.memory import Budget
+from seekforge.runtime.padded import clear_blocks, free_bytes, make_pools
 from seekforge.runtime.session import Chunk, ragged_inputs
 from seekforge.runtime.weights import load_weights
 
@@ -75,6 +76,41 @@ class InductorSession:
                 f"torch {self.manifest.backend_version}; build it again on this machine"
             ) from error
         return package.loader
+
+    def pool_bytes(self, max_batch: int, max_chunk: int, block_size: int) -> int:
+        """On a GPU by memory.py, after a dry run. Raises EngineError where nothing is left."""
+        if self.device.type == "cpu":
+            return free_bytes(self.device)
+        budget = self.dry_run(max_batch, max_chunk, block_size)
+        if budget.kv < block_size * self.manifest.kv.token_bytes:
+            raise EngineError(
+                f"no GPU memory is left for the KV cache ({budget}): free some, or give a smaller "
+                f"max_batch than {max_batch} or max_chunk than {max_chunk}"
+            )
+        return budget.kv
+
+    def dry_run(self, max_batch: int, max_chunk: int, block_size: int) -> Budget:
+        """Runs the two largest steps on pools just large enough, which are then gone."""
+        self.allocate(-(-max_chunk // block_size), block_size)
+        graphs, self.graphs = self.graphs, None
+        assert graphs is not None
+        table = range(-(-max_chunk // block_size))
+        rows = range(min(max_batch, max_chunk))
+        chunk = self._peak([Chunk([0] * max_chunk, 0, table, rows)])
+        decode = self._peak([Chunk([0], 0, [0], [0])] * max_batch)
+        self.pools, self.inputs = [], None
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return Budget(total, total - free, chunk, decode, len(graphs.sizes))
+
+    def _peak(self, chunks: Sequence[Chunk]) -> int:
+        """Bytes that a step takes beside what was there before."""
+        self.step(chunks)  # what is allocated once, such as cuBLAS's workspace, is no part of it
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.step(chunks)
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         # The old ones go before the new ones are made; graphs hold their addresses.

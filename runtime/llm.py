@@ -32,9 +32,6 @@ from seekforge.runtime.sequence import Sequence as Running
 from seekforge.runtime.session import Chunk, Session, open_session
 
 GREEDY = SamplingParams()
-# Upper bound of the default KV pool on the CPU; on a GPU it is a share of the free memory.
-CPU_POOL_BYTES = 4 << 30
-GPU_POOL_SHARE = 0.9
 
 
 class LLM:
@@ -74,8 +71,10 @@ class LLM:
             )
         max_batch = _option("max_batch", max_batch, limits.max_batch, limits.max_batch)
         max_chunk = _option("max_chunk", max_chunk, limits.max_chunk, limits.max_chunk)
-        wanted = default_blocks(self.manifest, block_size, max_batch)
-        num_blocks = _option("num_blocks", num_blocks, wanted, None)
+        if num_blocks is None:
+            memory = session.pool_bytes(max_batch, max_chunk, block_size)
+            num_blocks = default_blocks(self.manifest, block_size, max_batch, memory)
+        num_blocks = _option("num_blocks", num_blocks, 1, None)
         session.allocate(num_blocks, block_size)
         self.blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(self.blocks, max_batch, max_chunk)
@@ -343,17 +342,14 @@ class Flight:
         return tokens
 
 
-def default_blocks(manifest: Manifest, block_size: int, max_batch: int) -> int:
-    """Blocks for `max_batch` sequences of full length, or as many as memory holds of them.
+def default_blocks(manifest: Manifest, block_size: int, max_batch: int, memory: int) -> int:
+    """Blocks for `max_batch` sequences of full length, or as many as `memory` bytes hold of them.
 
-    Never fewer than one such sequence needs.
+    Never fewer than one such sequence needs on the CPU; on a GPU that much may not be there.
     """
     one = -(-manifest.limits.max_len // block_size)
-    memory: float = CPU_POOL_BYTES
-    if manifest.device == "cuda":
-        memory = torch.cuda.mem_get_info()[0] * GPU_POOL_SHARE
-    fits = int(memory) // (block_size * manifest.kv.token_bytes)
-    return max(one, min(one * max_batch, fits))
+    fits = min(one * max_batch, memory // (block_size * manifest.kv.token_bytes))
+    return max(one if manifest.device == "cpu" else 1, fits)
 
 
 def _option(name: str, value: int | None, default: int, most: int | None) -> int:

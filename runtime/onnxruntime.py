@@ -16,7 +16,7 @@ from torch import Tensor
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.bindings import bindings
 from seekforge.runtime.manifest import Manifest
-from seekforge.runtime.padded import clear_blocks, make_pools, output_shapes, run_padded
+from seekforge.runtime.padded import clear_blocks, free_bytes, make_pools, output_shapes, run_padded
 from seekforge.runtime.session import Chunk
 
 # onnx.TensorProto's numbers for the dtypes that numpy has not, or has.
@@ -49,6 +49,9 @@ class OnnxRuntimeSession:
             ) from None
         self.device = torch.device(manifest.device)
         self.pools: dict[str, Tensor] = {}
+
+    def pool_bytes(self, max_batch: int, max_chunk: int, block_size: int) -> int:
+        return free_bytes(self.device)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         self.pools = {}  # the old ones go before the new ones are made

@@ -13,6 +13,10 @@ from torch import Tensor
 from seekforge.runtime.manifest import KVLayout, Manifest
 from seekforge.runtime.session import Chunk, padded_batches, scatter_kv
 
+# Of the pools: an upper bound on the CPU, a share of the free memory on a GPU.
+CPU_POOL_BYTES = 4 << 30
+GPU_POOL_SHARE = 0.9
+
 Run = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # inputs by name -> outputs by name
 
 
@@ -25,6 +29,13 @@ def make_pools(
         name: torch.zeros((num_blocks, block_size, *kv.shape(name)), dtype=dtype, device=device)
         for name in kv.names
     }
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes for pools where nothing is known of a step's own needs."""
+    if device.type == "cpu":
+        return CPU_POOL_BYTES
+    return int(torch.cuda.mem_get_info(device)[0] * GPU_POOL_SHARE)
 
 
 def clear_blocks(pools: Iterable[Tensor], blocks: Sequence[int]) -> None:

@@ -52,6 +52,9 @@ class Session(Protocol):
     manifest: Manifest
     logits_device: torch.device  # where a step's logits lie
 
+    def pool_bytes(self, max_batch: int, max_chunk: int, block_size: int) -> int:
+        """Bytes that the KV pools may take, beside steps of that size; before `allocate`."""
+
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV pools, zeroed; an earlier set is dropped."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.bindings import bindings
 from seekforge.runtime.manifest import Manifest, unfit_reason
-from seekforge.runtime.padded import clear_blocks, make_pools, run_padded
+from seekforge.runtime.padded import clear_blocks, free_bytes, make_pools, run_padded
 from seekforge.runtime.profiles import largest, profile_from_json, select_profile
 from seekforge.runtime.session import Chunk
 from seekforge.runtime.tensorrt_api import Log, capture, import_tensorrt, process_logger
@@ -66,6 +66,9 @@ class TensorRTSession:
             )
         self._profile = -1
         self._pools: dict[str, Tensor] = {}
+
+    def pool_bytes(self, max_batch: int, max_chunk: int, block_size: int) -> int:
+        return free_bytes(self._device)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         kv = self.manifest.kv

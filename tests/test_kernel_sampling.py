@@ -147,8 +147,9 @@ def test_sets(
     kernel_device: str, logits: list[float], case: dict[str, Values], expected: set[int]
 ) -> None:
     """What is drawn is in the set; on a GPU all of it shows up in 256 draws."""
+    rows = 256 if kernel_device == "cuda" else 12
     given = draw(
-        torch.tensor(logits, device=kernel_device).repeat(256 if kernel_device == "cuda" else 12, 1),
+        torch.tensor(logits, device=kernel_device).repeat(rows, 1),
         temperature=sampling.LOG2_E, **case,
     )  # fmt: skip
     drawn = sample(given)

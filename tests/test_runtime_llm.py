@@ -28,6 +28,7 @@ from seekforge.runtime.manifest import (
     Manifest,
     write_manifest,
 )
+from seekforge.runtime.padded import CPU_POOL_BYTES
 from seekforge.runtime.sampling import SamplingParams
 from seekforge.runtime.session import Chunk, open_session, padded_batches, ragged_inputs, scatter_kv
 
@@ -70,6 +71,9 @@ class FakeSession:
         self.logits_of = logits_of
         self.pool = torch.empty(0)
         self.steps: list[list[int]] = []  # tokens of each chunk
+
+    def pool_bytes(self, max_batch: int, max_chunk: int, block_size: int) -> int:
+        return CPU_POOL_BYTES
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         self.pool = torch.full((num_blocks, block_size), -1)
@@ -513,13 +517,18 @@ def test_options_are_checked_against_the_engine() -> None:
 
 def test_the_default_pool_holds_a_full_batch_or_what_memory_allows() -> None:
     manifest = manifest_for(128, limits=LIMITS)
-    assert default_blocks(manifest, 16, max_batch=4) == 4 * 2
-    assert default_blocks(manifest, 5, max_batch=1) == 7
+    assert default_blocks(manifest, 16, 4, CPU_POOL_BYTES) == 4 * 2
+    assert default_blocks(manifest, 5, 1, CPU_POOL_BYTES) == 7
     pools = {"k": (128, 128), "v": (128, 128)}
     large = dataclasses.replace(manifest, kv=KVLayout(60, 16, pools, "float32", True))
-    assert default_blocks(large, 16, max_batch=4) == 8
+    assert default_blocks(large, 16, 4, CPU_POOL_BYTES) == 8
     longer = dataclasses.replace(large, limits=Limits(4096, 64, 512))
-    assert default_blocks(longer, 16, max_batch=64) == 4096 // 16  # 32 GB, and still one sequence
+    # 32 GB, and still one sequence; on a GPU, whose memory the engine's other needs have too, not.
+    assert default_blocks(longer, 16, 64, CPU_POOL_BYTES) == 4096 // 16
+    gpu = dataclasses.replace(longer, device="cuda")
+    token = longer.kv.token_bytes
+    assert default_blocks(gpu, 16, 64, 1000 * token) == 62
+    assert default_blocks(gpu, 16, 2, 10**12) == 2 * 256
 
 
 def test_engines_are_opened_by_their_backend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from seekforge.runtime.manifest import (
     Manifest,
     TensorSpec,
     file_entries,
+    hash_files,
     read_manifest,
     resolve_engine,
     write_manifest,
@@ -102,7 +104,8 @@ def test_each_damage_has_its_reason(tmp_path: Path) -> None:
     assert "is no engine" in refusal("absent")
 
     edit(write_engine(tmp_path / "version"), format_version=FORMAT_VERSION + 1, later_key=True)
-    assert "format version 3; this seekforge reads 2" in refusal("version")
+    newer = f"format version {FORMAT_VERSION + 1}; this seekforge reads {FORMAT_VERSION}"
+    assert newer in refusal("version")
     edit(write_engine(tmp_path / "unknown"), surprise=1)
     assert "unknown key 'surprise'" in refusal("unknown")
     path = write_engine(tmp_path / "missing") / MANIFEST_NAME
@@ -128,6 +131,22 @@ def test_each_damage_has_its_reason(tmp_path: Path) -> None:
     assert "weights.safetensors: 693 bytes, manifest.json says 700" in refusal("cut")
     (write_engine(tmp_path / "same_size") / "model.pt2").write_bytes(b"Package" * 100)
     assert "model.pt2: sha256" in refusal("same_size")
+
+
+def test_large_files_are_hashed_by_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of one piece has its plain sha256; in others every byte and every length counts."""
+    monkeypatch.setattr("seekforge.runtime.manifest.HASH_PIECE", 1000)
+    contents = [b"", b"x" * 1000, b"x" * 1001, b"x" * 2000, b"x" * 1999 + b"y", b"y" + b"x" * 1999]
+    paths = [tmp_path / str(i) for i in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    digests = hash_files(paths)
+    assert digests[:2] == [hashlib.sha256(content).hexdigest() for content in contents[:2]]
+    pieces = [hashlib.sha256(piece).digest() for piece in (b"x" * 1000, b"x")]
+    assert digests[2] == hashlib.sha256(b"".join(pieces)).hexdigest()
+    assert len(set(digests)) == len(digests)
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", ""])
