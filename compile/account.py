@@ -96,8 +96,19 @@ def graph_account(spec: ModelSpec, program: Program, results: list[PassResult]) 
 
 
 def operators_by_layer(program: Program, num_layers: int) -> list[dict[str, Any]]:
-    """Calls of each layer, as `graph_account` says. Picking one result of an operator that has
-    several is no call."""
+    """Calls of each layer, as `graph_account` says."""
+    counts = calls_by_layer(program, num_layers)
+    runs: list[dict[str, Any]] = []
+    for operators, group in itertools.groupby(range(num_layers), key=lambda i: counts[i]):
+        indices = list(group)
+        layers = str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+        runs.append(_run(layers, operators))
+    return [*runs, _run("outside", counts[num_layers])]
+
+
+def calls_by_layer(program: Program, num_layers: int) -> list[Counter[str]]:
+    """Operators of each layer, and in the last place of what belongs to none. Picking one result of
+    an operator that has several is no call."""
     counts: list[Counter[str]] = [Counter() for _ in range(num_layers + 1)]
     home: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
@@ -109,12 +120,7 @@ def operators_by_layer(program: Program, num_layers: int) -> list[dict[str, Any]
             home[node] = min(homes, default=num_layers)
         if node.op == "call_function" and node.target is not getitem:
             counts[home[node]][operator_name(node)] += 1
-    runs: list[dict[str, Any]] = []
-    for operators, group in itertools.groupby(range(num_layers), key=lambda i: counts[i]):
-        indices = list(group)
-        layers = str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
-        runs.append(_run(layers, operators))
-    return [*runs, _run("outside", counts[num_layers])]
+    return counts
 
 
 def operator_name(node: fx.Node) -> str:

@@ -1,4 +1,6 @@
-"""Decode speed of engines beside transformers' eager `generate`, in one process.
+"""Decode speed of engines beside transformers' eager `generate`, in one process, on the CPU.
+
+Engines for a GPU are timed by bench_engines.py.
 
 All take turns within each round. A figure is batch x tokens / seconds for the tokens after the
 first, so that the prompt's prefill does not count: the median time of a long generation less that
@@ -18,11 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from seekforge.compile.bench_engines import Shape, bench_engines, format_row
 from seekforge.kernels.errors import InputError
 from seekforge.models.checkpoint import open_checkpoint
 from seekforge.models.module import load_eager
 from seekforge.runtime.llm import LLM
-from seekforge.runtime.manifest import DTYPE_BYTES, resolve_engine
+from seekforge.runtime.manifest import DTYPE_BYTES, read_manifest, resolve_engine
 from seekforge.runtime.sampling import SamplingParams
 
 PROMPT_TOKENS = 16
@@ -40,7 +43,10 @@ def bench_decode(
     Eager runs in the dtype of each engine, with scaled-dot-product attention, as transformers does
     by default. Raises InputError where the checkpoint is gone.
     """
-    llms = {str(path): LLM(resolve_engine(path)) for path in engines}
+    found = [resolve_engine(path) for path in engines]
+    if {read_manifest(path, check_files=False).device for path in found} == {"cuda"}:
+        return bench_engines(found, checkpoint, Shape(batches, prefill=0, rounds=rounds))
+    llms = {str(path): LLM(path) for path in found}
     first = next(iter(llms.values())).manifest
     source = checkpoint or Path(first.model.get("checkpoint", ""))
     if not (source / "config.json").is_file():
@@ -90,6 +96,8 @@ def read_bandwidth() -> float:
 
 
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:
+    if any("peers" in row for row in rows):
+        return "\n".join(format_row(row) for row in rows)
     lines = [f"{'':<30}{'engine':<16}{'tokens/s':>10}{'x eager':>9}{'limit':>9}"]
     lines += [
         f"{r['row']:<30}{r['engine']:<16}{r['value']:>10.1f}{r['ratio']:>9.2f}{r['roof']:>9.1f}"

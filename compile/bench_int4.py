@@ -157,21 +157,24 @@ def _space(rows: int) -> list[dict[str, Any]]:
     """Configurations worth trying for so many rows."""
     few = [
         {"kernel": "few", "block_n": n, "row_warps": r, "k_warps": k, "unroll": u, "prefetch": p}
-        | {"splits": s}
-        for (n, r), k, u, p, s in product(
-            ((16, 1), (32, 1), (64, 2), (64, 4)), (2, 4, 8, 16), (1, 2), (False, True), (1, 2)
+        | {"splits": s, "sums": c}
+        for (n, r), k, u, p, s, c in product(
+            ((16, 1), (32, 1), (64, 1), (64, 2)),
+            (4, 8, 16),
+            (1, 2),
+            (False, True),
+            (1, 2),
+            (False, True),
         )
-        if 4 <= k * r <= 16 and (s == 1 or rows > 1) and not (p and u > 1)
+        if k * r <= 16 and (s == 1 or rows > 1) and not (p and u > 1) and (u == 1 or rows == 1)
     ]
     many = [
-        {"kernel": "many", "block_n": n, "block_m": m, "warps": w, "stages": t, "scaled": c}
-        | {"splits": s}
-        for (n, w), m, t, c, s in product(
-            ((64, 4), (128, 4), (128, 8), (256, 8)), (16, 32, 64, 128, 256), (3, 4, 5, 6),
-            (False, True), (1, 2, 4),
+        {"kernel": "many", "block_n": n, "block_m": m, "stages": t, "splits": s}
+        for n, m, t, s in product(
+            (64, 128), (16, 32, 64, 128, 256), (3, 4, 5, 6, 8), (1, 2, 4)
         )
         if rows <= 2 * m and m < 2 * rows and t * (64 * n + 256 * m) <= 225_000
-        and (s == 1 or rows <= 64) and n * m // w <= 16 * 256
+        and (s == 1 or rows <= 64)
     ]  # fmt: skip
     return (few if rows <= 32 else []) + (many if rows > 8 else []) + [{"kernel": "dense"}]
 

@@ -128,8 +128,8 @@ def moe_rows(peers: ModuleType | None) -> Iterator[Callable[[], Row]]:
         yield partial(moe_row, tokens, int4, None, None, peers)
 
 
-def _gemms(m: int, shapes: list[tuple[int, int, int, int]], bulk: bool) -> list[GemmConfig]:
-    return [GemmConfig(m, *shape, *shape, bulk=bulk) for shape in shapes]
+def _gemms(m: int, shapes: list[tuple[int, int, int, int]]) -> list[GemmConfig]:
+    return [GemmConfig(m, *shape, *shape) for shape in shapes]
 
 
 FEW = [(64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (128, 64, 4, 4), (32, 128, 4, 4)]
@@ -147,12 +147,12 @@ SPACES: list[tuple[bool, int, float | None, list[Any]]] = [  # int4, tokens, loa
             [(8, 256, 4), (4, 256, 2), (4, 128, 1)], [(2, 128, 1), (4, 128, 1), (4, 128, 2)]
         )
     ]),
-    (False, 32, 8.0, _gemms(16, FEW, False) + _gemms(16, FEW, True)),
-    (True, 32, 8.0, _gemms(16, FEW, False)),
-    (False, 512, 96.0, _gemms(64, MANY, False) + _gemms(64, MANY, True)),
-    (True, 512, 96.0, _gemms(64, MANY, False)),
-    (False, 4096, None, _gemms(128, MANY, False) + _gemms(128, MANY, True)),
-    (True, 4096, None, _gemms(128, MANY, False)),
+    (False, 32, 8.0, _gemms(16, FEW)),
+    (True, 32, 8.0, _gemms(16, FEW)),
+    (False, 512, 96.0, _gemms(64, MANY)),
+    (True, 512, 96.0, _gemms(64, MANY)),
+    (False, 4096, None, _gemms(128, MANY)),
+    (True, 4096, None, _gemms(128, MANY)),
 ]  # fmt: skip
 TUNERS = [
     Tuner(

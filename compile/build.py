@@ -26,6 +26,7 @@ from seekforge.compile.bundle import (
 from seekforge.compile.calibration_file import CALIBRATION_NAME, Calibrated
 from seekforge.compile.export import DTYPES, export_checkpoint
 from seekforge.compile.failures import caught
+from seekforge.compile.kernel_cache import ship_kernels
 from seekforge.compile.lower import MODEL_NAME, Lowering, lower
 from seekforge.compile.prompts import PROMPTS
 from seekforge.compile.quantise import QUANTISATIONS, calibrated, summary, text_windows
@@ -179,6 +180,11 @@ class _Job:
             manifest = self._manifest(backend, dtype, program, inputs, passes, kv, facts, folder)
             manifest = dataclasses.replace(manifest, steps=tuple(self.steps.done[first:]))
             write_manifest(folder, manifest)
+            if backend == "inductor" and self.options.device == "cuda":
+                with self.steps.step("kernels"):
+                    ship_kernels(folder)
+                manifest = dataclasses.replace(manifest, files=file_entries(folder))
+                write_manifest(folder, manifest)
             receipt = self._verify(backend, folder)
             write_manifest(
                 folder,
@@ -287,6 +293,7 @@ class _Job:
             files=files,
             **{
                 "layers": None,
+                "memory": None,
                 "profiles": (),
                 "inputs": _specs(inputs),
                 "outputs": _specs(graph_outputs(program)),

@@ -23,6 +23,9 @@ from seekforge.runtime.manifest import (
     read_manifest,
     unfit_reason,
 )
+from seekforge.runtime.memory import Budget
+
+GPU_BYTES = (150_754_820_096, 85_899_345_920)  # as CUDA reports them: an H200, and 80 GiB
 
 
 def describe(path: Path, graph: bool = False) -> dict[str, Any]:
@@ -123,6 +126,8 @@ def _format_engine(name: str, engine: dict[str, Any]) -> str:
         )
         for miss in result["misses"][:3]:
             lines.append(f"      near-miss {miss['node']} ({miss['source']}): {miss['reason']}")
+    if engine["memory"]:
+        lines += _memory(engine)
     if engine["layers"]:
         lines.append("  layers")
         for kind, counts in engine["layers"].items():
@@ -148,6 +153,23 @@ def _format_engine(name: str, engine: dict[str, Any]) -> str:
         peak = step["peak_bytes"] / 2**30
         lines.append(f"    {step['name']:<32}{step['seconds']:8.1f} s   peak {peak:5.2f} GiB")
     return "\n".join(lines)
+
+
+def _memory(engine: dict[str, Any]) -> list[str]:
+    """Where an H200's memory would go, and an 80 GB GPU's, by the sum of runtime/memory.py."""
+    limits, kv = engine["limits"], engine["kv"]
+    weights = sum(file["size"] for file in engine["files"])
+    lines = ["  GPU memory, GiB    weights and context   workspace   graphs   slack   KV cache"]
+    for total in GPU_BYTES:
+        plan = Budget.expected(total, weights, engine["memory"], limits["max_batch"])
+        parts = (plan.taken, plan.workspace, plan.graphs, plan.slack, max(0, plan.kv))
+        columns = "".join(
+            f"{part / 2**30:>{width}.2f}"
+            for part, width in zip(parts, (22, 12, 9, 8, 11), strict=True)
+        )
+        tokens = max(0, plan.kv) // kv["token_bytes"]
+        lines.append(f"    of {total / 2**30:<9.1f}{columns}   {tokens:,} tokens")
+    return lines
 
 
 def _counts(counts: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from seekforge.compile import inductor, onnx, profiles, tensorrt
+from seekforge.compile import inductor, liveness, onnx, profiles, tensorrt
 from seekforge.compile.steps import Steps
 from seekforge.compile.weights import WEIGHTS_NAME
 from seekforge.passes.kv_cache import GraphInput
@@ -52,13 +52,15 @@ def lower(job: Lowering) -> dict[str, Any]:
 def _inductor(job: Lowering) -> dict[str, Any]:
     with job.steps.step("compile"):
         inductor.lower_inductor(job.program, job.inputs, job.device, job.folder)
-    capability = None
+    capability, memory = None, None
     if job.device == "cuda":
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        memory = liveness.step_bytes(job.program, job.inputs, job.limits)
     return {
         "backend_version": torch.__version__,
         "device": job.device,
         "compute_capability": capability,
+        "memory": memory,
     }
 
 

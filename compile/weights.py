@@ -47,8 +47,7 @@ def write_weights(
     path: Path,
 ) -> int:
     """Writes all weights of `program` to `path`; returns their bytes."""
-    # Larger dtypes first: every tensor then starts aligned to its own element.
-    names = sorted(program.weights, key=lambda name: (-program.tensor(name).element_size(), name))
+    names = _names(program)
     header: dict[str, Any] = {"__metadata__": {"recipe": recipe(program, checkpoint)}}
     offset = 0
     for name in names:
@@ -65,7 +64,7 @@ def write_weights(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         start = file.tell()
-        for group in _by_sources(program, names):
+        for group in write_order(program):
             at = {name: start + header[name]["data_offsets"][0] for name in group}
             for pieces in read_pieces(program, group, checkpoint.read, checkpoint.int4):
                 for name, piece in pieces.items():
@@ -77,10 +76,15 @@ def write_weights(
     return offset
 
 
-def _by_sources(program: Program, names: Sequence[str]) -> list[list[str]]:
+def _names(program: Program) -> list[str]:
+    """Larger dtypes first: every tensor then starts aligned to its own element."""
+    return sorted(program.weights, key=lambda name: (-program.tensor(name).element_size(), name))
+
+
+def write_order(program: Program) -> list[list[str]]:
     """Names that are made from the same checkpoint tensors together, so that each is read once."""
     groups: dict[object, list[str]] = {}
-    for name in names:
+    for name in _names(program):
         groups.setdefault(program.weights[name].sources or name, []).append(name)
     return list(groups.values())
 

@@ -86,6 +86,7 @@ DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "m
 DEVICE void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void allow_launch_after() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// Waits until the thread block has so many: for ever, if it was launched with fewer.
 template <int COUNT>
 DEVICE void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));

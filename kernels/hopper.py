@@ -95,7 +95,8 @@ def build(name: str, nvcc: str) -> str:
 
     source = Path(__file__).with_name(f"{name}.cu")
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = source.read_text(), source.with_name("hopper.cuh").read_text(), version, *FLAGS
+    headers = (header.read_text() for header in sorted(source.parent.glob("*.cuh")))
+    parts = source.read_text(), *headers, version, *FLAGS
     cache = get_cache_manager(hashlib.sha256("\0".join(parts).encode()).hexdigest())
     file = f"{name}.so"
     found = cache.get_file(file)

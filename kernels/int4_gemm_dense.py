@@ -8,7 +8,6 @@ product's.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -46,11 +45,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     tl.store(w + row * (2 * packed) + k[None, :], both.to(w.dtype.element_ty), mask=mask)
 
 
-def decode_weight(weight: Int4, like: Tensor, w: Tensor | None = None) -> Tensor:
-    """The weight of two dimensions, contiguous, in the dtype of `like`; into w where given."""
+def decode_weight(weight: Int4, like: Tensor) -> Tensor:
+    """The weight of two dimensions, contiguous, in the dtype of `like`."""
     out_features, packed = weight.qweight.shape
-    if w is None:
-        w = like.new_empty(out_features, 2 * packed)
+    w = like.new_empty(out_features, 2 * packed)
     group_bytes = weight.group_size // 2
     one = 16 <= group_bytes <= 512 and group_bytes & (group_bytes - 1) == 0
     block_k = group_bytes if one else 128
@@ -67,17 +65,3 @@ def decode_weight(weight: Int4, like: Tensor, w: Tensor | None = None) -> Tensor
 def dense(x: Tensor, weight: Int4, bias: Tensor | None) -> Tensor:
     """y [..., out_features], through a copy of the weight in the dtype of x."""
     return linear(x, decode_weight(weight, x), bias)
-
-
-def dense_sliced(x: Tensor, weight: Int4, slices: int) -> Tensor:
-    n, packed = weight.qweight.shape
-    y = x.new_empty(x.shape[0], n)
-    step = -(-n // slices)
-    w = x.new_empty(step, 2 * packed)
-    for i in range(0, n, step):
-        part = slice(i, i + step)
-        zeros = None if weight.zeros is None else weight.zeros[part]
-        given = Int4(weight.qweight[part], weight.scales[part], zeros)
-        decode_weight(given, x, w[: given.qweight.shape[0]])
-        torch.mm(x, w[: given.qweight.shape[0]].T, out=y[:, part])
-    return y

@@ -205,60 +205,52 @@ struct Block {
     };
 #pragma unroll
     for (int i = 0; i < 4; ++i) fetch(factors[i], i);
-    uint32_t a[2][32];
+    // Step s of a unit: 16 features. Four operands: two of steps under way, the next, and the one
+    // that is being decoded, from words that were read a step before.
+    uint32_t a[4][4];
+    uint2 w[2][2];
+    Pairs now = pairs(factors[0]), next;
     barrier_wait(full(0), 0);
-    {
-      const Pairs all = pairs(factors[0]);
 #pragma unroll
-      for (int step = 0; step < 8; ++step) {
-        uint2 w[2];
-        words(w, 0, step);
-        decode(a[0] + 4 * step, w, all, step);
-      }
-      fetch(factors[0], 4);
+    for (int s = 0; s < 3; ++s) {
+      words(w[s % 2], 0, s);
+      if (s < 2) decode(a[s], w[s], now, s);
     }
     int before = 0, stage = 0, after = 1 % stages, parity = stages == 1;
-    // The products of a unit; decodes the next into `next`.
-    const auto multiply_unit = [&](uint32_t (&now)[32], uint32_t (&next)[32], Factors<T>& f, int unit,
-                                   bool use, bool more) {
+    const auto multiply_unit = [&](Factors<T>& f, int unit, bool first, bool last) {
       const Tile tile(x_tile(stage));
-      uint2 w[2][2];
-      Pairs all;
-      if (more) {
-        all = pairs(f);
-        fetch(f, unit + 5);
-        barrier_wait(full(after), parity);
-        words(w[0], after, 0);
-      }
-      pin(now);
-      matrix_fence();
+      if (!last) next = pairs(f);
+      fetch(f, unit + 5);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        multiply<T, false>(acc, now + 4 * i, tile[i / 4 * BM * 128 + i % 4 * 32], use || i > 0);
-        if (i == 0) {
-          matrix_commit();
-          matrix_wait<1>();  // of the unit before, whose registers and memory are free now
-          if (use && threadIdx.x % 128 == 0) barrier_arrive(empty(before));
-        }
-        if (more) {
-          if (i < 7) words(w[(i + 1) % 2], after, i + 1);
-          decode(next + 4 * i, w[i % 2], all, i);
-        }
+      for (int s = 0; s < 8; ++s) {
+        pin(a[s % 4]);
+        matrix_fence();
+        multiply<T, false>(acc, a[s % 4], tile[s / 4 * BM * 128 + s % 4 * 32], !first || s > 0);
+        matrix_commit();
+        matrix_wait<2>();
+        if (s == 1 && !first && threadIdx.x % 128 == 0) barrier_arrive(empty(before));
+        if (s == 5 && !last) barrier_wait(full(after), parity);
+        if (s < 5)
+          words(w[(s + 3) % 2], stage, s + 3);
+        else if (!last)
+          words(w[(s + 3) % 2], after, s - 5);
+        if (s < 6)
+          decode(a[(s + 2) % 4], w[s % 2], now, s + 2);
+        else if (!last)
+          decode(a[(s + 2) % 4], w[s % 2], next, s - 6);
       }
-      matrix_commit();
+      now = next;
       before = stage, stage = after;
       if (++after == stages) after = 0, parity ^= 1;
     };
-    multiply_unit(a[0], a[1], factors[1], 0, false, true);
+    multiply_unit(factors[1], 0, true, false);
     int unit = 0;
     for (; unit + 4 < each; unit += 4) {
 #pragma unroll
-      for (int i = 1; i < 5; ++i)
-        multiply_unit(a[i % 2], a[(i + 1) % 2], factors[(i + 1) % 4], unit + i, true, true);
+      for (int i = 1; i < 5; ++i) multiply_unit(factors[(i + 1) % 4], unit + i, false, false);
     }
 #pragma unroll
-    for (int i = 1; i < 4; ++i)
-      multiply_unit(a[i % 2], a[(i + 1) % 2], factors[(i + 1) % 4], unit + i, true, i < 3);
+    for (int i = 1; i < 4; ++i) multiply_unit(factors[(i + 1) % 4], unit + i, false, i == 3);
     matrix_wait<0>();
     pin(acc);
   }

@@ -12,8 +12,8 @@ scale is applied to the fp32 sum of a group's products, which is more exact than
 or, where a unit holds several groups, to the weight (which is then the reference's). Results differ
 from the reference by rounding only.
 
-`fragment_order` is that order for a kernel that has x in shared memory: bits of the feature in a
-unit, t e e' e'' p, are stored as p e e' t e''.
+The kernel for many tokens (int4_gemm_hopper.cu) has x in shared memory as it is, and takes from
+each 32-bit word the byte that a lane needs there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seekforge.kernels.triton_support import constexpr_function, gl, gluon_jit, jit, tl
+from seekforge.kernels.triton_support import constexpr_function, gl, gluon_jit
 from seekforge.kernels.tuning import overlaps_launches
 
 UNIT = 128
+
+
+@constexpr_function
+def _raise_asm(bf16: bool) -> str:
+    lines = [f".reg .b32 s, c; mov.b32 c, {'0x43004300' if bf16 else '0x64006400'};"]
+    for p in range(4):
+        if p:
+            lines.append(f"shr.u32 s, $4, {4 * p};")
+        lines.append(f"lop3.b32 ${p}, {'s' if p else '$4'}, 0x000f000f, c, 0xea;")
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon_jit
+def raised(words, BF16: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Words of four weights -> 128 (bf16) or 1024 (fp16) more than the four, apart."""
+    w0, w1, w2, w3 = gl.inline_asm_elementwise(
+        _raise_asm(BF16), "=&r,=&r,=&r,=&r,r", [words], (gl.int16, gl.int16, gl.int16, gl.int16),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+    dtype: gl.constexpr = gl.bfloat16 if BF16 else gl.float16
+    return (
+        w0.to(dtype, bitcast=True), w1.to(dtype, bitcast=True),
+        w2.to(dtype, bitcast=True), w3.to(dtype, bitcast=True),
+    )  # fmt: skip
 
 
 @constexpr_function
@@ -81,43 +105,6 @@ def split(words, BF16: gl.constexpr):  # type: ignore[no-untyped-def]
         x0.to(dtype, bitcast=True), x1.to(dtype, bitcast=True),
         x2.to(dtype, bitcast=True), x3.to(dtype, bitcast=True),
     )  # fmt: skip
-
-
-def fragment_order_reference(x: Tensor) -> Tensor:
-    """x [..., units * 128] with the features of each unit in the order above."""
-    units = x.reshape(*x.shape[:-1], -1, 4, 2, 2, 2, 4)  # unit, t, e, e', e'', p
-    return units.movedim(-1, -5).movedim(-4, -2).flatten(-6)
-
-
-@jit
-def fragment_order_kernel(  # type: ignore[no-untyped-def]
-    x, y, x_row, features, padded, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    k = at % 128
-    source = at - k + (k // 2) % 4 * 32 + (k // 8) % 4 * 8 + k % 2 * 4 + k // 32
-    value = tl.load(x + row * x_row + source, mask=source < features, other=0.0)
-    tl.store(y + row * padded + at, value, mask=at < padded)
-
-
-def fragment_order(x: Tensor) -> Tensor:
-    """The same on the GPU, for x [rows, features]; a last unit that is not full is padded with 0.
-
-    Starts before the launch before it has ended, and waits for it before it reads x.
-    """
-    rows, features = x.shape
-    padded = -(-features // UNIT) * UNIT
-    y = x.new_empty(rows, padded)
-    overlap = overlaps_launches(x.device)
-    fragment_order_kernel[(-(-padded // 1024), rows)](
-        x, y, x.stride(0), features, padded, BLOCK=1024, OVERLAP=overlap, num_warps=4,
-        **({"launch_pdl": True} if overlap else {}),
-    )  # fmt: skip
-    return y
 
 
 def readable(x: Tensor) -> Tensor:

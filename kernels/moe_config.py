@@ -32,7 +32,7 @@ class GemvConfig:
 class GemmConfig:
     """m: pairs of a tile; n: rows of a matrix in a program (of gate and of up each); k: columns at
     a time (with INT4 weights always one group); warps, stages: Triton's; for the first product,
-    then for the second. bulk: weights by bulk copies."""
+    then for the second."""
 
     m: int
     n: int
@@ -43,15 +43,15 @@ class GemmConfig:
     down_k: int
     down_warps: int
     down_stages: int
-    bulk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FewConfig:
-    """INT4 weights. m: pairs of a tile, 0 for pairs apart; n: rows of a matrix in a program (of gate
-    and of up each), 16 or more for each of row_warps; k_warps: warps that share the columns, `unroll`
-    units of 128 each at a time; prefetch: the first product has the second's weights brought to the
-    cache. For the first product, then for the second."""
+    """For INT4 weights. m: pairs of a tile, 0 for pairs apart; n: rows of a matrix in a program (of
+    gate and of up each), 16 to 128 and 16 or more for each of row_warps; k_warps: warps that share
+    the columns, `unroll` units of 128 each at a time; the same for the second product. prefetch:
+    the first product has the second's weights brought to the cache. held: the first product asks
+    for all weights of a step before it uses one."""
 
     m: int
     n: int
@@ -63,6 +63,7 @@ class FewConfig:
     down_k_warps: int
     down_unroll: int
     prefetch: bool = False
+    held: bool = False
 
 
 Config = GemvConfig | GemmConfig | FewConfig
@@ -87,5 +88,5 @@ def fitted(config: GemmConfig, dtype: torch.dtype) -> GemmConfig:
         return config
     return replace(
         config, m=min(config.m, 32), n=32, k=32, warps=4, stages=2, down_n=32, down_k=32,
-        down_warps=4, down_stages=2, bulk=False,
+        down_warps=4, down_stages=2,
     )  # fmt: skip

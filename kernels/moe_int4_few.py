@@ -52,10 +52,11 @@ def _words(at, index, UNIT_0: gl.constexpr, K_WARPS: gl.constexpr, UNITS: gl.con
 
 @gluon_jit
 def gate_up_few_kernel(  # type: ignore[no-untyped-def]
-    x, weights, indices, pairs, tiles, qweight, scales, zeros, inner, down, top_k, plane,
-    HIDDEN: gl.constexpr, INTERMEDIATE: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr,
-    BF16: gl.constexpr, SORTED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr, UNROLL: gl.constexpr, PREFETCH: gl.constexpr,
+    x, weights, indices, pairs, tiles, qweight, scales, zeros, inner, down, plane,
+    HIDDEN: gl.constexpr, INTERMEDIATE: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr,
+    ZEROS: gl.constexpr, BF16: gl.constexpr, SORTED: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr, UNROLL: gl.constexpr,
+    PREFETCH: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """x as int64, qweight as int16 words; down: bytes. plane: elements of one plane of inner."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -79,25 +80,27 @@ def gate_up_few_kernel(  # type: ignore[no-untyped-def]
         if count == 0:
             return
         slot = first + gl.minimum(_last_index(BLOCK_M, B), count - 1)
-        x_at = x + gl.load(pairs + slot) // top_k * WORDS + _row_index(32, B)
+        x_at = x + gl.load(pairs + slot) // TOP_K * WORDS + _row_index(32, B)
     else:
         first = gl.program_id(1)
         count = 1
         expert = gl.load(indices + first).to(gl.int64)
-        x_at = x + first // top_k * WORDS + _row_index(32, B) + _last_index(BLOCK_M, B)
+        x_at = x + first // TOP_K * WORDS + _row_index(32, B) + _last_index(BLOCK_M, B)
     unit_a = _unit_index(K_WARPS, A)
     unit_s = _unit_index(K_WARPS, S)
     unit_z = _unit_index(K_WARPS, Z)
     unit_b = _unit_index(K_WARPS, B)
     x_at += unit_b * 32
     begin = gl.program_id(0) * BLOCK_N
-    n = gl.minimum(begin + _row_index(BLOCK_N, A), INTERMEDIATE - 1)
-    q_at = qweight + expert * (2 * INTERMEDIATE * WORDS) + (
-        n * WORDS + unit_a * 32 + _last_index(32, A)
+    n = begin + _row_index(BLOCK_N, A)
+    q_at = (
+        qweight
+        + expert * (2 * INTERMEDIATE * WORDS)
+        + (n * WORDS + unit_a * 32 + _last_index(32, A))
     )
-    n = gl.minimum(begin + _row_index(BLOCK_N, S), INTERMEDIATE - 1)
+    n = begin + _row_index(BLOCK_N, S)
     s_at = scales + expert * (2 * INTERMEDIATE * GROUPS) + n * GROUPS
-    n = gl.minimum(begin + _row_index(BLOCK_N, Z), INTERMEDIATE - 1)
+    n = begin + _row_index(BLOCK_N, Z)
     z_at = zeros + expert * (2 * INTERMEDIATE * GROUPS) + n * GROUPS
     gate = gl.zeros([K_WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=ACC)
     up = gl.zeros([K_WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=ACC)
@@ -107,9 +110,11 @@ def gate_up_few_kernel(  # type: ignore[no-untyped-def]
         g = ()
         u = ()
         for i in gl.static_range(UNROLL):
-            g = g + (_words(q_at, unit_a, step + i * K_WARPS, K_WARPS, UNITS),)  # noqa: RUF005
+            g = g + (_words(q_at, unit_a, step + i * K_WARPS, K_WARPS, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
             up_at = q_at + INTERMEDIATE * WORDS
-            u = u + (_words(up_at, unit_a, step + i * K_WARPS, K_WARPS, UNITS),)  # noqa: RUF005
+            u = u + (_words(up_at, unit_a, step + i * K_WARPS, K_WARPS, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
+        if HELD:
+            tl.debug_barrier()
         if PREFETCH and step == 0:
             _prefetch(
                 down + expert * SIZE, SIZE, gl.program_id(0), gl.num_programs(0),
@@ -139,10 +144,9 @@ def gate_up_few_kernel(  # type: ignore[no-untyped-def]
     made *= gl.load(weights + pair)
     high = made.to(gl.bfloat16)
     at = inner + (first + m) * INTERMEDIATE + n
-    mask = (n < INTERMEDIATE) & (m < count)
-    gl.store(at, high, mask=mask)
+    gl.store(at, high, mask=m < count)
     if not BF16:
-        gl.store(at + plane, (made - high.to(gl.float32)).to(gl.bfloat16), mask=mask)
+        gl.store(at + plane, (made - high.to(gl.float32)).to(gl.bfloat16), mask=m < count)
 
 
 @gluon_jit
@@ -190,10 +194,10 @@ def down_few_kernel(  # type: ignore[no-untyped-def]
     unit_b = _unit_index(K_WARPS, B)
     x_at += unit_b * 32
     begin = gl.program_id(0) * BLOCK_N
-    n = gl.minimum(begin + _row_index(BLOCK_N, A), HIDDEN - 1)
+    n = begin + _row_index(BLOCK_N, A)
     q_at = n * WORDS + _last_index(32, A)
-    s_n = gl.minimum(begin + _row_index(BLOCK_N, S), HIDDEN - 1) * GROUPS
-    z_n = gl.minimum(begin + _row_index(BLOCK_N, Z), HIDDEN - 1) * GROUPS
+    s_n = (begin + _row_index(BLOCK_N, S)) * GROUPS
+    z_n = (begin + _row_index(BLOCK_N, Z)) * GROUPS
     acc = gl.zeros([K_WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=ACC)
     for step in gl.static_range(0, UNITS, K_WARPS * UNROLL):
         q = ()
@@ -203,17 +207,19 @@ def down_few_kernel(  # type: ignore[no-untyped-def]
             # A unit behind the last is the last one here, and meets zeros of `inner`.
             unit = gl.minimum(step + i * K_WARPS + unit_a, UNITS - 1)
             at = gl.load(chosen + unit // EACH).to(gl.int64) * (HIDDEN * WORDS) + unit % EACH * 32
-            q = q + (gl.load(qweight + (at + q_at)),)  # noqa: RUF005
+            q = q + (gl.load(qweight + (at + q_at)),)  # type: ignore[assignment]  # noqa: RUF005
             unit = gl.minimum(step + i * K_WARPS + unit_s, UNITS - 1)
-            at = gl.load(chosen + unit // EACH).to(gl.int64) * (HIDDEN * GROUPS) + unit % EACH // PER
+            at = (
+                gl.load(chosen + unit // EACH).to(gl.int64) * (HIDDEN * GROUPS) + unit % EACH // PER
+            )
             scale = gl.load(scales + (at + s_n))
-            s = s + (scale,)  # noqa: RUF005
+            s = s + (scale,)  # type: ignore[assignment]  # noqa: RUF005
             zero = scale
             if ZEROS:
                 unit = gl.minimum(step + i * K_WARPS + unit_z, UNITS - 1)
                 at = gl.load(chosen + unit // EACH).to(gl.int64) * (HIDDEN * GROUPS)
                 zero = gl.load(zeros + (at + unit % EACH // PER + z_n))
-            z = z + (zero,)  # noqa: RUF005
+            z = z + (zero,)  # type: ignore[assignment]  # noqa: RUF005
         if step == 0:
             tl.extra.cuda.gdc_wait()  # routing and weights are older than the launch before
         for i in gl.static_range(UNROLL):
@@ -230,7 +236,7 @@ def down_few_kernel(  # type: ignore[no-untyped-def]
     if SORTED:
         row = gl.load(pairs + first + gl.minimum(m, count - 1))
     at = y + row * HIDDEN + n
-    gl.store(at, total.to(y.dtype.element_ty), mask=(n < HIDDEN) & (m < count))
+    gl.store(at, total.to(y.dtype.element_ty), mask=m < count)
 
 
 def moe_int4_few_triton(
@@ -251,21 +257,22 @@ def moe_int4_few_triton(
     y = torch.empty_like(x)
     parts = x.new_empty(tokens, top_k, hidden, dtype=torch.float32) if is_sorted else y
     shared = {
-        "HIDDEN": hidden, "INTERMEDIATE": intermediate, "BF16": bf16, "SORTED": is_sorted,
-        "BLOCK_M": max(1, config.m), "launch_pdl": True,
+        "HIDDEN": hidden, "INTERMEDIATE": intermediate, "TOP_K": top_k, "BF16": bf16,
+        "SORTED": is_sorted, "BLOCK_M": max(1, config.m), "launch_pdl": True,
     }  # fmt: skip
-    gate_up_few_kernel[(-(-intermediate // config.n), programs)](
+    gate_up_few_kernel[(intermediate // config.n, programs)](
         as_words(x, torch.int64), weights, indices, pairs, tiles, as_words(gate_up_q, torch.int16),
         gate_up_scales, gate_up_scales if gate_up_zeros is None else gate_up_zeros, inner, down_q,
-        top_k, inner[0].numel(), GROUP=hidden // gate_up_scales.shape[-1],
+        inner[0].numel(), GROUP=hidden // gate_up_scales.shape[-1],
         ZEROS=gate_up_zeros is not None, BLOCK_N=config.n, ROW_WARPS=config.row_warps,
         K_WARPS=config.k_warps, UNROLL=config.unroll, PREFETCH=config.prefetch,
+        HELD=config.held,
         num_warps=config.k_warps * config.row_warps, **shared,
     )  # fmt: skip
-    down_few_kernel[(-(-hidden // config.down_n), programs if is_sorted else tokens)](
+    down_few_kernel[(hidden // config.down_n, programs if is_sorted else tokens)](
         as_words(inner, torch.int64), indices, pairs, tiles, as_words(down_q, torch.int16),
         down_scales, down_scales if down_zeros is None else down_zeros, parts,
-        inner[0].numel() // 4, GROUP=intermediate // down_scales.shape[-1], TOP_K=top_k,
+        inner[0].numel() // 4, GROUP=intermediate // down_scales.shape[-1],
         ZEROS=down_zeros is not None, BLOCK_N=config.down_n, ROW_WARPS=config.down_row_warps,
         K_WARPS=config.down_k_warps, UNROLL=config.down_unroll,
         num_warps=config.down_k_warps * config.down_row_warps, **shared,

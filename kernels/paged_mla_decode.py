@@ -195,9 +195,10 @@ def paged_mla_decode_triton(
     block_size, width = latent_pool.shape[1:]
     sequences = block_tables.shape[0]
     rope = width - rank
+    kind = pool_kind(latent_pool)
     config = config or mla_config(
-        str(q_latent.dtype).removeprefix("torch."), tokens=tokens, sequences=sequences,
-        heads=heads, context=block_tables.shape[1] * block_size,
+        str(q_latent.dtype).removeprefix("torch.") if kind == "plain" else kind,
+        tokens=tokens, sequences=sequences, heads=heads, context=block_tables.shape[1] * block_size,
         processors=multiprocessors(q_latent.device),
     )  # fmt: skip
     splits = config.splits
@@ -216,7 +217,7 @@ def paged_mla_decode_triton(
         BLOCK_SIZE=block_size, HEADS=heads, RANK=rank, W=max(16, next_power_of_2(rank) // 4),
         ROPE_DIM=rope, ROPE=next_power_of_2(max(rope, 16)),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=splits > 1,
-        KIND=pool_kind(latent_pool),
+        KIND=kind,
         PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
         OVERLAP=overlap, num_warps=config.warps, num_stages=config.stages,
         **({"launch_pdl": True} if overlap else {}),

@@ -200,7 +200,8 @@ def paged_prefill_triton(
     tokens, heads, qk_dim = q.shape
     block_size, kv_heads = k_pool.shape[1:3]
     sequences, v_dim, group = block_tables.shape[0], v_pool.shape[3], heads // kv_heads
-    kind = str(q.dtype).removeprefix("torch.")
+    pools = pool_kind(k_pool)
+    kind = str(q.dtype).removeprefix("torch.") if pools == "plain" else pools
     given = config or prefill_config(kind, max(qk_dim, v_dim), tiles=True)
     described = [pool_tiles(pool, given.block_n) for pool in (k_pool, v_pool)]
     has_tiles = None not in described
@@ -215,7 +216,7 @@ def paged_prefill_triton(
         BLOCK_SIZE=block_size, GROUP=group,
         QK_DIM=qk_dim, QK=next_power_of_2(max(qk_dim, 16)),
         V_DIM=v_dim, V=next_power_of_2(max(v_dim, 16)),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TILES=has_tiles, KIND=pool_kind(k_pool),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TILES=has_tiles, KIND=pools,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

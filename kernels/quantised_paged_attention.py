@@ -15,36 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seekforge.kernels.kv_write import FP8_MAX, kv_write_triton
+from seekforge.kernels.kv_write import kv_write_reference, kv_write_triton
 from seekforge.kernels.ops import register
 from seekforge.kernels.paged_attention import paged_attention_reference
 from seekforge.kernels.paged_decode import paged_decode_triton
 from seekforge.kernels.paged_prefill import paged_prefill_triton
-
-
-def quantise_heads(x: Tensor, pool_dtype: torch.dtype, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """x [tokens, kv_heads, dim] -> (stored values, scales); `scale` is used for FP8 only."""
-    wide = x.to(torch.float32)
-    if pool_dtype == torch.int8:
-        scale = (wide.abs().amax(-1) / 127).clamp_min(1e-12)
-        scaled = wide / scale[..., None]
-        rounded = torch.trunc(scaled + torch.where(scaled < 0, -0.5, 0.5))
-        return rounded.clamp(-127, 127).to(torch.int8), scale
-    scaled = wide / scale[:, None]
-    return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
-
-
-def _write(x: Tensor, pool: Tensor, scale: Tensor, slots: Tensor) -> Tensor:
-    """Writes x, and returns the whole pool dequantised, in x's dtype."""
-    kept = slots >= 0
-    stored, scales = quantise_heads(x[kept], pool.dtype, scale)
-    # Bytes: index_copy_ has no FP8 form.
-    as_bytes = pool.view(torch.uint8).view(-1, *pool.shape[2:])
-    as_bytes.index_copy_(0, slots[kept], stored.view(torch.uint8))
-    if pool.dtype == torch.int8:
-        scale.view(-1, scale.shape[-1]).index_copy_(0, slots[kept], scales)
-    wide = pool.to(torch.float32)
-    return (wide * (scale[..., None] if pool.dtype == torch.int8 else scale[:, None])).to(x.dtype)
 
 
 def quantised_paged_attention_reference(
@@ -52,8 +27,13 @@ def quantised_paged_attention_reference(
     v_scale: Tensor, slot_mapping: Tensor, block_tables: Tensor, context_lens: Tensor,
     query_start: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    k_wide = _write(k, k_pool, k_scale, slot_mapping)
-    v_wide = _write(v, v_pool, v_scale, slot_mapping)
+    kv_write_reference(k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale)
+    k_wide, v_wide = (
+        (pool.float() * (scale[..., None] if pool.dtype == torch.int8 else scale[:, None])).to(
+            q.dtype
+        )
+        for pool, scale in ((k_pool, k_scale), (v_pool, v_scale))
+    )
     return paged_attention_reference(
         q, k[:0], v[:0], k_wide, v_wide, slot_mapping[:0], block_tables, context_lens,
         query_start, scale,

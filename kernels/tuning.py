@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+Row = Mapping[str, Any]
 PATH = Path(__file__).with_name("h200.json")
 
 
@@ -53,17 +55,18 @@ class Config:
 
 
 def decode_config(
-    kind: str, *, tiles: int, context: int, block_size: int, dim: int, processors: int
-) -> Config:
+    kind: str, *, tiles: int, context: int, block_size: int, dim: int, processors: int,
+    given: Row | None = None,
+) -> Config:  # fmt: skip
     """kind: "int8", "fp8" or the dtype of q and the pools; tiles: sequences x KV heads.
 
     A row serves up to `load` tiles per multiprocessor (null: any) and blocks from `block_size`
     tokens on: blocks below 64 tokens cost more instructions a token, so there two programs share a
     processor. waves: programs per multiprocessor aimed at by splitting. A kind without rows takes
-    those of bfloat16.
+    those of bfloat16. given: the row to use, from a tuner.
     """
     load = tiles / processors
-    found = next(
+    found = given or next(
         row
         for row in _of_kind("paged_decode", kind)
         if load <= (row["load"] or math.inf) and block_size >= row["block_size"]
@@ -74,23 +77,25 @@ def decode_config(
     return Config(16, block_n, splits, found["warps"], found["stages"])
 
 
-def prefill_config(kind: str, dim: int, *, tiles: bool) -> Config:
-    """kind: the dtype of q and the pools; tiles: whether the pools have them (paged_prefill.py).
+def prefill_config(kind: str, dim: int, *, tiles: bool, given: Row | None = None) -> Config:
+    """kind: as above; tiles: whether the pools have them (paged_prefill.py); given: as above.
 
     The rows are for head dims up to 128; beyond, half of both blocks.
     """
-    found = next(row for row in _of_kind("paged_prefill", kind) if row["tiles"] == tiles)
+    found = given or next(row for row in _of_kind("paged_prefill", kind) if row["tiles"] == tiles)
     if dim <= 128:
         return Config(found["block_m"], found["block_n"], 1, found["warps"], found["stages"])
     return Config(max(16, found["block_m"] // 2), max(16, found["block_n"] // 2), 1, 4, 2)
 
 
 def mla_config(
-    kind: str, *, tokens: int, sequences: int, heads: int, context: int, processors: int
-) -> Config:
-    """A row is for few or `many` rows of one token (up to 32 heads, or more); waves as above."""
+    kind: str, *, tokens: int, sequences: int, heads: int, context: int, processors: int,
+    given: Row | None = None,
+) -> Config:  # fmt: skip
+    """kind, given, waves: as above. A row is for few or `many` rows of one token (up to 32 heads,
+    or more)."""
     many = heads > 32 or tokens > 4 * sequences
-    found = next(row for row in _of_kind("paged_mla_decode", kind) if row["many"] == many)
+    found = given or next(row for row in _of_kind("paged_mla_decode", kind) if row["many"] == many)
     block_m, block_n = found["block_m"], found["block_n"]
     tiles = max(1, tokens * heads // block_m)
     most = -(-context // block_n)

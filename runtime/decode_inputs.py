@@ -50,8 +50,8 @@ class DecodeInputs:
     def write(self, chunks: Sequence[Chunk], size: int, last: Tensor | None = None) -> None:
         """Fills the first len(chunks) of `size` rows; the others belong to no sequence.
 
-        last: as in `Session.step`. Transfers are queued on the current stream, each from page-locked
-        memory of its own: the host may go on to the next step's.
+        last: as in `Session.step`. Transfers are queued on the current stream, each from memory
+        of its own: the host may go on to the next step's.
         """
         block, count = self.block_size, len(chunks)
         rows = [
@@ -89,6 +89,15 @@ def to_device(source: Tensor, target: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """The host's values there, their copy queued; on the CPU the values themselves."""
+    if device.type == "cpu":
+        return values
+    made = torch.empty(values.shape, dtype=values.dtype, device=device)
+    to_device(values, made)
+    return made
+
+
 def place_tokens(
     tokens: Tensor, at: Sequence[int], chunks: Sequence[Chunk], last: Tensor | None
 ) -> None:
@@ -102,6 +111,6 @@ def place_tokens(
     if sources == list(range(len(sources))) == list(at):  # the batch of the step before
         torch.clamp_min(last[: len(sources)], 0, out=tokens[: len(sources)])
         return
-    index = torch.empty(2, len(unread), dtype=torch.int64, device=tokens.device)
-    to_device(torch.tensor([[at[i] for i in unread], [sources[i] for i in unread]]), index)
+    where = torch.tensor([[at[i] for i in unread], [sources[i] for i in unread]])
+    index = on_device(where, tokens.device)
     tokens.index_copy_(0, index[0], last.index_select(0, index[1]).clamp_min_(0))

@@ -21,7 +21,7 @@ from torch import Tensor
 from seekforge.kernels.sampling import sample_triton
 from seekforge.kernels.sampling_greedy import greedy_triton
 from seekforge.kernels.sampling_penalties import count_tokens_triton, penalise_triton
-from seekforge.runtime.decode_inputs import to_device
+from seekforge.runtime.decode_inputs import on_device
 from seekforge.runtime.sampling import Sampled
 
 
@@ -53,7 +53,7 @@ class DeviceSampler:
             slots = self._assign(sequences, logits.shape[1])
             assert self._counts is not None
             logits = penalise_triton(logits, self._counts, slots, *each)
-        positions = self._new(torch.tensor([sequence.num_output for sequence in sequences]))
+        positions = on_device(torch.tensor([s.num_output for s in sequences]), self.device)
         tokens = sample_triton(
             logits, temperature, whole[0].int() if any(p.top_k > 0 for p in params) else None,
             top_p, min_p, whole[1], positions, self._banned,
@@ -80,7 +80,8 @@ class DeviceSampler:
                 [min(max(p.top_k, 0), 1 << 30) for p in params],
                 [sequence.key for sequence in sequences],
             ]
-            self._columns = self._new(torch.tensor(real)), self._new(torch.tensor(whole))
+            first, second = (on_device(torch.tensor(x), self.device) for x in (real, whole))
+            self._columns = first, second
         return self._columns
 
     def _assign(self, sequences: Sequence[Sampled], vocab: int) -> Tensor:
@@ -101,15 +102,7 @@ class DeviceSampler:
                     (sequence.token_ids[: sequence.num_prompt], True),
                     (sequence.token_ids[sequence.num_prompt :], False),
                 ):
-                    tokens = self._new(torch.tensor(ids, dtype=torch.int64))
-                    count_tokens_triton(
-                        self._counts, torch.full_like(tokens, slot), tokens, prompt
-                    )
+                    tokens = on_device(torch.tensor(ids, dtype=torch.int64), self.device)
+                    count_tokens_triton(self._counts, torch.full_like(tokens, slot), tokens, prompt)
             slots.append(self._slots.get(sequence, -1))
-        return self._new(torch.tensor(slots))
-
-    def _new(self, values: Tensor) -> Tensor:
-        """`values` on the device, its copy queued."""
-        made = torch.empty(values.shape, dtype=values.dtype, device=self.device)
-        to_device(values, made)
-        return made
+        return on_device(torch.tensor(slots), self.device)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from seekforge.runtime.session import Track
 
 # Memory that must stay free behind a capture: the driver keeps some for each graph's kernels.
 MARGIN = 256 << 20
@@ -103,7 +105,7 @@ class Graphs:
         captured.replay()
         return captured.output
 
-    def capture_all(self, track: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
+    def capture_all(self, track: Track = iter) -> None:
         """Captures all sizes, the largest first: the smaller ones then fit in its memory."""
         for size in track(sorted(self.sizes, reverse=True)):
             if size not in self._captured:

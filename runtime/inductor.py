@@ -8,7 +8,7 @@ graphs (graphs.py), on inputs that never move (decode_inputs.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ import seekforge.kernels.rms_norm
 import seekforge.kernels.rope_paged_attention
 import seekforge.kernels.swiglu  # noqa: F401
 from seekforge.kernels.errors import EngineError
-from seekforge.runtime.decode_inputs import DecodeInputs, is_decode, place_tokens
+from seekforge.runtime.decode_inputs import DecodeInputs, is_decode, on_device, place_tokens
 from seekforge.runtime.graphs import Capture, CudaCapture, Graphs, ladder
+from seekforge.runtime.kernel_cache import install_kernels
 from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.memory import Budget
 from seekforge.runtime.padded import clear_blocks, free_bytes, make_pools
-from seekforge.runtime.session import Chunk, ragged_inputs
+from seekforge.runtime.session import Chunk, Track, ragged_inputs
 from seekforge.runtime.weights import load_weights
 
 MODEL_NAME = "model.pt2"
@@ -50,6 +51,7 @@ class InductorSession:
         self, directory: Path, manifest: Manifest, *, capture: Capture | None = None
     ) -> None:
         self.manifest = manifest
+        install_kernels(directory)
         self.device = self.logits_device = torch.device(manifest.device)
         self.weights = load_weights(directory / WEIGHTS_NAME, self.device)
         self.model = self._load(directory / MODEL_NAME)
@@ -127,7 +129,7 @@ class InductorSession:
             self.inputs = DecodeInputs(rows, width, block_size, num_blocks, self.device)
             self.graphs = Graphs(self._decode, self.capture, ladder(limits.max_batch))
 
-    def capture_all(self, track: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
+    def capture_all(self, track: Track = iter) -> None:
         """Captures the decode steps of all batch sizes now, not when they first come up."""
         if self.graphs is not None:
             assert self.inputs is not None
@@ -147,7 +149,7 @@ class InductorSession:
                 return self.graphs.run(size)[: len(chunks)]
         ragged = ragged_inputs(chunks, self.pools[0].shape[1])
         index = [
-            tensor.to(self.device)
+            on_device(tensor, self.device)
             for tensor in (
                 ragged.token_ids,
                 ragged.positions,

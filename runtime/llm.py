@@ -13,10 +13,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import track
 from torch import Tensor
 
 from seekforge.kernels.errors import InputError
@@ -160,13 +162,18 @@ class LLM:
             for start in range(0, len(token_ids), size):
                 tokens = list(token_ids[start : start + size])
                 blocks = table[: self.blocks.blocks_for(start + len(tokens))]
-                chunk = Chunk(tokens, start, blocks, range(len(tokens)))
-                rows.append(self.session.step([chunk]).float().cpu())
+                piece = Chunk(tokens, start, blocks, range(len(tokens)))
+                rows.append(self.session.step([piece]).float().cpu())
         finally:
             if not all(bool(row.isfinite().all()) for row in rows):
                 self.session.clear(table)
             self.blocks.free(owner)
         return torch.cat(rows)
+
+    def capture(self) -> None:
+        """Captures the decode steps of all batch sizes now, with a progress bar, instead of each
+        when it first comes up (a fraction of a second)."""
+        self.session.capture_all(partial(track, description="capturing decode steps"))
 
     def add_request(self, prompt: Prompt, params: SamplingParams = GREEDY) -> int:
         """Queues a request and returns its id; `step` then serves it. Raises `InputError`."""

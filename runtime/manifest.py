@@ -126,7 +126,7 @@ class Manifest:
 
     `profiles`: one mapping for each optimisation profile, input name -> {"min": [2, 1], "opt": …,
     "max": …}. `steps`: the build's {"name", "seconds", "peak_bytes"}. `passes`, `receipt` and
-    `layers` are reports.
+    `layers` are reports; `memory` has the bytes that steps take on a GPU (compile/liveness.py).
     """
 
     format_version: int
@@ -149,6 +149,7 @@ class Manifest:
     receipt: dict[str, Any] | None
     steps: tuple[dict[str, Any], ...]
     layers: dict[str, Any] | None
+    memory: dict[str, Any] | None
     files: tuple[FileEntry, ...]
 
     def __post_init__(self) -> None:

@@ -15,7 +15,10 @@ Bytes throughout. `seekforge inspect` makes the same sum ahead of time (compile/
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from seekforge.runtime.graphs import ladder
 
 GRAPH_BYTES = 8 << 20
 SLACK = 0.02
@@ -48,6 +51,14 @@ class Budget:
     def kv(self) -> int:
         """Bytes for the pools; not positive where the rest is too large already."""
         return self.total - self.taken - self.workspace - self.graphs - self.slack
+
+    @classmethod
+    def expected(
+        cls, total: int, weights: int, memory: Mapping[str, int], max_batch: int
+    ) -> Budget:
+        """Ahead of time. weights: bytes of the file; memory: the manifest's."""
+        sizes = len(ladder(max_batch))
+        return cls(total, CONTEXT + weights, memory["chunk"], memory["decode"], sizes)
 
     def __str__(self) -> str:
         names = ("total", "taken", "workspace", "graphs", "slack")

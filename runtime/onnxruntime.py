@@ -17,7 +17,7 @@ from seekforge.kernels.errors import EngineError
 from seekforge.runtime.bindings import bindings
 from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.padded import clear_blocks, free_bytes, make_pools, output_shapes, run_padded
-from seekforge.runtime.session import Chunk
+from seekforge.runtime.session import Chunk, Track
 
 # onnx.TensorProto's numbers for the dtypes that numpy has not, or has.
 ELEMENT_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
@@ -56,6 +56,9 @@ class OnnxRuntimeSession:
     def allocate(self, num_blocks: int, block_size: int) -> None:
         self.pools = {}  # the old ones go before the new ones are made
         self.pools = make_pools(self.manifest.kv, num_blocks, block_size, self.device)
+
+    def capture_all(self, track: Track = iter) -> None:
+        """Nothing is captured here."""
 
     def clear(self, blocks: Sequence[int]) -> None:
         clear_blocks(self.pools.values(), blocks)

@@ -132,7 +132,9 @@ class Sampler:
         logits = logits.float()
         if any(sequence.params.penalties for sequence in sequences):
             rows = zip(logits, sequences, strict=True)
-            logits = torch.stack([penalised(row, s) if s.params.penalties else row for row, s in rows])
+            logits = torch.stack(
+                [penalised(row, s) if s.params.penalties else row for row, s in rows]
+            )
         chosen = self.sample(
             logits, [s.params for s in sequences], [s.generator for s in sequences]
         )
@@ -172,12 +174,10 @@ def penalised(logits: Tensor, sequence: Sampled) -> Tensor:
     counts = torch.bincount(output, minlength=len(logits)).int()
     counts[prompt] |= PROMPT
     params = sequence.params
-    repetition, presence, frequency = torch.tensor(
-        [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
-    ).split(1)
+    given = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     slot = torch.zeros(1, dtype=torch.int64)
-    row = (logits[None], counts[None], slot, repetition, presence, frequency)
-    return penalise_reference(*row)[0]
+    each = (torch.tensor([penalty]) for penalty in given)
+    return penalise_reference(logits[None], counts[None], slot, *each)[0]
 
 
 def _draw(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> int:

@@ -65,7 +65,9 @@ class Sequence:
     key: int  # of its random numbers on a GPU; `generator` has those on the CPU
     generator: torch.Generator
     stream: TextStream
-    num_computed: int = 0  # tokens whose K and V are in the cache, or will be after the step running
+    num_computed: int = (
+        0  # tokens whose K and V are in the cache, or will be after the step running
+    )
     num_unread: int = 0  # 1 while its next token is sampled but still on the device
     text: str = ""
     finish_reason: FinishReason | None = None

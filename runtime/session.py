@@ -9,7 +9,7 @@ T: all new tokens of the step. N: rows of the logits. A slot is block * block_si
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -20,6 +20,7 @@ from torch import Tensor
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.manifest import Manifest, read_manifest, resolve_engine, unfit_reason
 
+Track = Callable[[Iterable[int]], Iterable[int]]
 SESSIONS = {
     "inductor": ("seekforge.runtime.inductor", "InductorSession"),
     "onnxruntime": ("seekforge.runtime.onnxruntime", "OnnxRuntimeSession"),
@@ -57,6 +58,10 @@ class Session(Protocol):
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV pools, zeroed; an earlier set is dropped."""
+
+    def capture_all(self, track: Track = iter) -> None:
+        """Does now what steps would do when they first come up, such as capturing graphs; nothing
+        where there is nothing of the kind. `track` is put around the loop, to show progress."""
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zeroes these blocks of every pool: what a failed sequence left there may be NaN, which

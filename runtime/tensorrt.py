@@ -20,7 +20,7 @@ from seekforge.runtime.bindings import bindings
 from seekforge.runtime.manifest import Manifest, unfit_reason
 from seekforge.runtime.padded import clear_blocks, free_bytes, make_pools, run_padded
 from seekforge.runtime.profiles import largest, profile_from_json, select_profile
-from seekforge.runtime.session import Chunk
+from seekforge.runtime.session import Chunk, Track
 from seekforge.runtime.tensorrt_api import Log, capture, import_tensorrt, process_logger
 
 ENGINE_NAME = "model.engine"
@@ -85,6 +85,9 @@ class TensorRTSession:
             )
         self._pools = {}  # the old ones go before the new ones are made
         self._pools = make_pools(kv, num_blocks, block_size, self._device)
+
+    def capture_all(self, track: Track = iter) -> None:
+        """Nothing is captured here."""
 
     def clear(self, blocks: Sequence[int]) -> None:
         clear_blocks(self._pools.values(), blocks)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -62,14 +63,16 @@ def load_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
     return weights
 
 
-def read_header(path: Path) -> tuple[dict[str, dict[str, object]], int]:
+def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """(entry of each tensor, offset of the data). Raises EngineError where it can't be read."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
     except (OSError, ValueError) as error:
-        raise EngineError(f"{path}: no safetensors file ({error}); build the engine again") from None
+        raise EngineError(
+            f"{path}: no safetensors file ({error}); build the engine again"
+        ) from None
     header.pop("__metadata__", None)
     return header, 8 + size
 
@@ -97,7 +100,7 @@ def _copy(
                 piece = todo.get_nowait()
                 fetched[turn].synchronize()
                 part = buffers[turn][: piece.size]
-                read_into(file, memoryview(part.numpy()), piece.offset, path)
+                read_into(file, part.numpy().data, piece.offset, path)
                 target = flat[piece.name][piece.start : piece.start + piece.size]
                 target.copy_(part, non_blocking=True)
                 fetched[turn].record(stream)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from seekforge.kernels.kv_write import quantise_heads
 from seekforge.kernels.quantised_paged_attention import (
-    quantise_heads,
     quantised_paged_attention_reference,
     quantised_paged_attention_triton,
 )

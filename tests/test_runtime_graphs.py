@@ -27,6 +27,7 @@ from seekforge.runtime.session import Chunk, ragged_inputs
 from tests.test_runtime_llm import manifest_for
 
 BLOCK, MAX_LEN, MAX_BATCH = 4, 64, 6
+Served = tuple[dict[int, list[int]], set[int]]  # tokens by request, and which were aborted
 
 
 class Again:
@@ -42,12 +43,15 @@ class Again:
 
 
 class Package:
-    """A compiled package's loader, run by torch."""
+    """A compiled package's loader, run by torch. A package reads addresses: it would take other
+    strides or dtypes for garbage (B47, B49)."""
 
     def __init__(self, graph: Callable[..., Any]) -> None:
         self.graph = graph
 
     def run(self, inputs: list[Tensor]) -> tuple[Tensor]:
+        assert all(tensor.is_contiguous() for tensor in inputs)
+        assert all(tensor.dtype == torch.int64 for tensor in inputs[:7])
         with torch.no_grad():
             return tuple(self.graph(*inputs))  # type: ignore[return-value]
 
@@ -110,8 +114,8 @@ def test_failed_capture_is_said_once_and_runs_plainly() -> None:
     assert len(said) == 1
 
 
-def table(*blocks: int) -> list[int]:
-    return list(blocks)
+def decode(token: int, start: int, *blocks: int) -> Chunk:
+    return Chunk([token], start, list(blocks), [0])
 
 
 def test_inputs_equal_those_of_a_plain_step() -> None:
@@ -119,10 +123,10 @@ def test_inputs_equal_those_of_a_plain_step() -> None:
     inputs = DecodeInputs(8, 16, BLOCK, 99, torch.device("cpu"))
     addresses = [tensor.data_ptr() for tensor in inputs.tensors(4)]
     batches = [
-        [Chunk([5], 3, table(7), [0])],
-        [Chunk([6], 4, table(7, 2), [0]), Chunk([8], 0, table(3), [0]), Chunk([1], 9, table(4, 6, 5), [0])],
-        [Chunk([9], 1, table(3), [0]), Chunk([2], 10, table(4, 6, 5), [0])],
-    ]  # fmt: skip
+        [decode(5, 3, 7)],
+        [decode(6, 4, 7, 2), decode(8, 0, 3), decode(1, 9, 4, 6, 5)],
+        [decode(9, 1, 3), decode(2, 10, 4, 6, 5)],
+    ]
     for chunks in batches:
         inputs.write(chunks, 4)
         given, plain = inputs.tensors(4), ragged_inputs(chunks, BLOCK)
@@ -173,6 +177,42 @@ def test_rows_without_a_sequence_touch_nothing(
         assert torch.allclose(pool[:12], right, rtol=1e-5, atol=1e-5)
 
 
+def serve(llm: LLM, steps: int, between: Callable[[], None] = lambda: None) -> Served:
+    """Requests that come and are aborted at random, the same each time. between: called before
+    each step."""
+    draw, tokens, aborted = random.Random(5), dict[int, list[int]](), set[int]()
+    left = steps
+    while left or llm.scheduler.running or llm.scheduler.waiting:
+        left = max(0, left - 1)
+        if left and draw.random() < 0.25:
+            prompt = [draw.randrange(3, 280) for _ in range(draw.randrange(1, 30))]
+            params = SamplingParams(
+                max_tokens=draw.randrange(2, 30), ignore_eos=True, seed=left,
+                temperature=draw.choice([0.0, 0.9]),
+            )  # fmt: skip
+            tokens[llm.add_request(prompt, params)] = []
+        if left and draw.random() < 0.05 and tokens:
+            request = draw.choice(list(tokens))
+            aborted.add(request)
+            llm.abort(request)
+        between()
+        for delta in llm.step():
+            tokens[delta.request_id] += delta.token_ids
+    assert llm.step() == [] and llm.blocks.num_used == 0
+    assert len(tokens) > 20 and len(aborted) > 2
+    return tokens, aborted
+
+
+def assert_same(found: Served, expected: Served) -> None:
+    """An abort may come a token earlier or later; all others are equal."""
+    (ours, aborted), (theirs, _) = found, expected
+    for request, right in theirs.items():
+        tokens = ours[request]
+        length = min(len(tokens), len(right)) if request in aborted else len(right)
+        assert tokens[:length] == right[:length], f"{request=}"
+        assert request in aborted or len(tokens) == length
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_mixed_steps_with_graphs_equal_those_without(
     open_tiny: Callable[..., InductorSession],
@@ -181,39 +221,14 @@ def test_mixed_steps_with_graphs_equal_those_without(
 ) -> None:
     """B65: prefills, batches that grow and shrink, preemptions and aborts, 130 steps and more."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("llama"))
-    aborted = set()
-
-    def serve(capture: Any, overlap: bool) -> tuple[dict[int, list[int]], LLM]:
-        session = open_tiny("llama", capture)
-        llm = LLM("", session=session, tokenizer=tokenizer, num_blocks=30, overlap=overlap)
-        draw, tokens, left = random.Random(5), dict[int, list[int]](), 130
-        while left or llm.scheduler.running or llm.scheduler.waiting:
-            left = max(0, left - 1)
-            if left and draw.random() < 0.25:
-                prompt = [draw.randrange(3, 280) for _ in range(draw.randrange(1, 30))]
-                params = SamplingParams(
-                    max_tokens=draw.randrange(2, 30), ignore_eos=True, seed=left,
-                    temperature=draw.choice([0.0, 0.9]),
-                )  # fmt: skip
-                tokens[llm.add_request(prompt, params)] = []
-            if left and draw.random() < 0.05 and tokens:
-                aborted.add(draw.choice(list(tokens)))
-                llm.abort(max(aborted))
-            for delta in llm.step():
-                tokens[delta.request_id] += delta.token_ids
-        assert llm.step() == [] and llm.blocks.num_free == 30
-        return tokens, llm
-
     capture = Again()
-    plain, _ = serve(None, False)
-    graphed, llm = serve(capture, overlap)
-    assert llm.scheduler.num_preemptions > 0 and capture.captured >= 3
-    assert len(plain) > 20 and len(aborted) > 2
-    for request, tokens in plain.items():
-        found = graphed[request]
-        # An abort may come a token earlier or later in the other run.
-        length = min(len(found), len(tokens)) if request in aborted else len(tokens)
-        assert found[:length] == tokens[:length] and (request in aborted or len(found) == length)
+    llms = [
+        LLM("", session=open_tiny("llama", each), tokenizer=tokenizer, num_blocks=30, overlap=ahead)
+        for each, ahead in ((None, False), (capture, overlap))
+    ]
+    plain, graphed = (serve(llm, 130) for llm in llms)
+    assert_same(graphed, plain)
+    assert llms[1].scheduler.num_preemptions > 0 and capture.captured >= 3
 
 
 def test_overlap_reads_a_step_when_the_next_is_on_its_way(

@@ -57,6 +57,7 @@ def manifest_for(vocab_size: int, eos: tuple[int, ...] = (), **changes: Any) -> 
         receipt=None,
         steps=(),
         layers=None,
+        memory=None,
         files=(),
     )
     return dataclasses.replace(manifest, **changes)
@@ -85,7 +86,9 @@ class FakeSession:
         if last is not None:
             unread = [int(last[chunk.source].clamp_min(0)) for chunk in chunks if chunk.source >= 0]
             chunks = [
-                dataclasses.replace(chunk, token_ids=[unread.pop(0)]) if chunk.source >= 0 else chunk
+                dataclasses.replace(chunk, token_ids=[unread.pop(0)])
+                if chunk.source >= 0
+                else chunk
                 for chunk in chunks
             ]
         self.steps.append([len(chunk.token_ids) for chunk in chunks])
@@ -231,9 +234,7 @@ def test_preempted_sequences_give_the_same_tokens(
     logits_of: Logits, tokenizer: Any, expected: list[list[int]], overlap: bool
 ) -> None:
     session = model_session(logits_of)
-    llm = LLM(
-        "", session=session, tokenizer=tokenizer, block_size=4, num_blocks=7, overlap=overlap
-    )
+    llm = LLM("", session=session, tokenizer=tokenizer, block_size=4, num_blocks=7, overlap=overlap)
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=NEW))
     assert llm.scheduler.num_preemptions > 0
     assert [output.choices[0].token_ids for output in outputs] == expected

@@ -49,6 +49,7 @@ def example(**overrides: object) -> Manifest:
         receipt={"max_error": 1e-5},
         steps=({"name": "export", "seconds": 1.5, "peak_bytes": 10},),
         layers=None,
+        memory=None,
         files=(),
     )
     return dataclasses.replace(manifest, **overrides)  # type: ignore[arg-type]
@@ -133,9 +134,7 @@ def test_each_damage_has_its_reason(tmp_path: Path) -> None:
     assert "model.pt2: sha256" in refusal("same_size")
 
 
-def test_large_files_are_hashed_by_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_are_hashed_by_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of one piece has its plain sha256; in others every byte and every length counts."""
     monkeypatch.setattr("seekforge.runtime.manifest.HASH_PIECE", 1000)
     contents = [b"", b"x" * 1000, b"x" * 1001, b"x" * 2000, b"x" * 1999 + b"y", b"y" + b"x" * 1999]

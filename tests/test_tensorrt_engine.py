@@ -168,7 +168,7 @@ def manifest_of(result: TensorRTResult) -> Manifest:
         inputs=result.inputs, outputs=result.outputs,
         profiles=tuple(profile_to_json(profile) for profile in result.profiles),
         generation=Generation((0,), None, None), quantization=None, passes=(), receipt=None,
-        steps=(), layers=result.layers, files=(),
+        steps=(), layers=result.layers, memory=None, files=(),
     )  # fmt: skip
 
 

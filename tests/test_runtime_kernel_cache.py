@@ -1,0 +1,62 @@
+"""Compiled kernels travel with the engine: out of one cache of Triton's, into another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from seekforge.compile.kernel_cache import collect, lengths, steps
+from seekforge.runtime.kernel_cache import FOLDER, install_kernels
+from seekforge.runtime.manifest import Limits
+
+cache = pytest.importorskip("triton.runtime.cache", reason="Triton is not installed")
+
+
+def put_kernel(key: str, name: str) -> None:
+    """As Triton's compiler leaves a kernel."""
+    manager = cache.get_cache_manager(key)
+    group = {
+        f"{name}.{kind}": manager.put(f"{key} {kind}".encode(), f"{name}.{kind}")
+        for kind in ("cubin", "json")
+    }
+    manager.put_group(f"{name}.json", group)
+
+
+def test_kernels_are_found_in_another_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["aa" * 32, "bb" * 32]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "build"))
+    for key in keys:
+        put_kernel(key, "norm_kernel")
+    cache.get_cache_manager("cc" * 32).put(b"launcher", "stub.so")
+    collect(tmp_path / "build", tmp_path / "engine" / FOLDER)
+    files = {path.name for path in (tmp_path / "engine").rglob("*") if path.is_file()}
+    assert files == {"norm_kernel.cubin", "norm_kernel.json", "__grp__norm_kernel.json", "stub.so"}
+
+    (tmp_path / "build").rename(tmp_path / "gone")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "user"))
+    put_kernel(keys[1], "norm_kernel")
+    mine = Path(cache.get_cache_manager(keys[1]).get_group("norm_kernel.json")["norm_kernel.cubin"])
+    mine.write_bytes(b"compiled here")
+    assert install_kernels(tmp_path / "engine") == 2, "the kernel and the launcher"
+    assert mine.read_bytes() == b"compiled here", "what was there stays"
+    group = cache.get_cache_manager(keys[0]).get_group("norm_kernel.json")
+    assert group.keys() == {"norm_kernel.cubin", "norm_kernel.json"}
+    for name, path in group.items():
+        assert Path(path).parent.parent == tmp_path / "user" and Path(path).exists(), name
+    assert install_kernels(tmp_path / "engine") == 0
+    assert install_kernels(tmp_path) == 0, "an engine without kernels"
+
+
+def test_every_kind_of_step_is_run() -> None:
+    """All residues that Triton tells apart, on both sides of every power of two."""
+    found = list(lengths(100))
+    assert found[0] == 2 and found[-1] == 100 and {17, 64, 65, 96, 99} <= set(found)
+    assert list(lengths(2)) == [2] and list(lengths(1)) == []
+    shapes = [[len(chunk.token_ids) for chunk in chunks] for chunks in steps(Limits(40, 4, 64), 16)]
+    assert [40] in shapes and [1, 33] in shapes and all(sum(shape) <= 41 for shape in shapes)
+    for chunks in steps(Limits(40, 4, 64), 16):
+        used = [block for chunk in chunks for block in chunk.block_table]
+        assert len(set(used)) == len(used) and max(used) <= 4
