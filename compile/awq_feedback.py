@@ -19,7 +19,7 @@ from torch import Tensor
 from seekforge.compile.awq import Recipe
 from seekforge.kernels.int4 import SYMMETRIC_ZERO, Int4, clipped_groups, pack, scales_of
 
-DAMPING = 0.01  # of the mean diagonal: what is assumed of inputs that the text didn't show
+DAMPING = 1.0  # of the mean diagonal: what is assumed of inputs that the text didn't show
 BLOCK = 64  # columns whose feedback is applied to the rest at once
 PASSES = 2  # of coordinate descent; four more lower the error by another hundredth
 

@@ -157,14 +157,13 @@ def _space(rows: int) -> list[dict[str, Any]]:
     """Configurations worth trying for so many rows."""
     few = [
         {"kernel": "few", "block_n": n, "row_warps": r, "k_warps": k, "unroll": u, "prefetch": p}
-        | {"splits": s, "sums": c}
-        for (n, r), k, u, p, s, c in product(
-            ((16, 1), (32, 1), (64, 1), (64, 2)),
+        | {"splits": s}
+        for (n, r), k, u, p, s in product(
+            ((16, 1), (32, 1), (64, 1), (64, 2), (128, 2)),
             (4, 8, 16),
             (1, 2),
             (False, True),
-            (1, 2),
-            (False, True),
+            (1, 2, 4, 5, 6),
         )
         if k * r <= 16 and (s == 1 or rows > 1) and not (p and u > 1) and (u == 1 or rows == 1)
     ]

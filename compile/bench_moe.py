@@ -22,7 +22,7 @@ from seekforge.compile.bench_kernels import Candidate, Row, copies
 from seekforge.compile.bench_tune import Tuner
 from seekforge.kernels.int4 import Int4, dequantise, pack
 from seekforge.kernels.int4_moe_experts import int4_moe_experts_triton
-from seekforge.kernels.moe_config import Config, GemmConfig, GemvConfig
+from seekforge.kernels.moe_config import Config, FewConfig, GemmConfig, GemvConfig
 from seekforge.kernels.moe_experts import moe_experts_triton
 from seekforge.kernels.moe_route import moe_route_triton
 from seekforge.kernels.swiglu import swiglu_reference
@@ -132,34 +132,43 @@ def _gemms(m: int, shapes: list[tuple[int, int, int, int]]) -> list[GemmConfig]:
     return [GemmConfig(m, *shape, *shape) for shape in shapes]
 
 
+def _few(m: int, first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> list[FewConfig]:
+    return [FewConfig(m, *a, *b) for a, b in product(first, second)]
+
+
+ONE_TOKEN = [
+    GemvConfig(*a, *b)
+    for a, b in product(
+        [(8, 512, 4), (4, 512, 4), (2, 2048, 4)], [(4, 512, 4), (2, 1024, 4), (4, 1024, 4)]
+    )
+]
 FEW = [(64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (128, 64, 4, 4), (32, 128, 4, 4)]
 MANY = [(64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 3)]
-SPACES: list[tuple[bool, int, float | None, list[Any]]] = [  # int4, tokens, load, configurations
-    (False, 1, None, [
-        GemvConfig(*first, *second)
-        for first, second in product(
-            [(8, 512, 4), (4, 512, 4), (2, 2048, 4)], [(4, 512, 4), (2, 1024, 4), (4, 1024, 4)]
-        )
-    ]),
-    (True, 1, None, [
-        GemvConfig(*first, *second)
-        for first, second in product(
-            [(8, 256, 4), (4, 256, 2), (4, 128, 1)], [(2, 128, 1), (4, 128, 1), (4, 128, 2)]
-        )
-    ]),
-    (False, 32, 8.0, _gemms(16, FEW)),
-    (True, 32, 8.0, _gemms(16, FEW)),
-    (False, 512, 96.0, _gemms(64, MANY)),
-    (True, 512, 96.0, _gemms(64, MANY)),
-    (False, 4096, None, _gemms(128, MANY)),
-    (True, 4096, None, _gemms(128, MANY)),
+INT4_FEW = [(64, 64, 2, 6, 128, 64, 4, 3), (32, 64, 2, 4, 128, 64, 4, 3), (64, 64, 4, 3) * 2]
+INT4_MANY = [(128, 64, 8, 3, 256, 64, 8, 2), (128, 64, 8, 3) * 2, (128, 64, 8, 4) * 2]
+# INT4 or not, tokens of the row, the key's tokens and load, configurations
+SPACES: list[tuple[bool, int, int | None, float | None, list[Any]]] = [
+    (False, 1, 1, None, ONE_TOKEN),
+    (False, 32, None, 8.0, _gemms(16, FEW)),
+    (False, 512, None, 96.0, _gemms(64, MANY)),
+    (False, 4096, None, None, _gemms(128, MANY)),
+    (True, 1, 2, None, _few(
+        0, [(16, 1, 4, 2), (16, 1, 4, 4), (16, 1, 8, 2)],
+        [(16, 1, 8, 9), (16, 1, 16, 2), (16, 1, 16, 3)],
+    )),
+    (True, 32, None, 4.0, _few(
+        8, [(64, 4, 1, 4), (16, 1, 2, 4), (16, 1, 4, 4)],
+        [(64, 4, 1, 6), (32, 1, 2, 3), (32, 1, 4, 3)],
+    )),
+    (True, 64, None, 8.0, [GemmConfig(16, *values) for values in INT4_FEW]),
+    (True, 4096, None, None, [GemmConfig(m, *values) for m in (32, 64) for values in INT4_MANY]),
 ]  # fmt: skip
 TUNERS = [
     Tuner(
         "int4_moe_experts" if int4 else "moe_experts",
-        {"tokens": tokens if tokens == 1 else None, "load": load},
+        {"tokens": limit, "load": load},
         partial(moe_row, tokens, int4, None, None, None),
         space,
     )
-    for int4, tokens, load, space in SPACES
+    for int4, tokens, limit, load, space in SPACES
 ]

@@ -194,16 +194,6 @@ class _Job:
             )
         return self.out / backend
 
-    def _dtype(self, backend: str) -> str:
-        if self.options.dtype != "auto":
-            return self.options.dtype
-        if backend.startswith("tensorrt"):
-            return "float16"
-        if self.options.device == "cpu":
-            return "float32"
-        stored = str(self.checkpoint.config.dtype).removeprefix("torch.")
-        return stored if stored in DTYPES else "bfloat16"
-
     def _program(
         self, backend: str, dtype: str
     ) -> tuple[Program, list[GraphInput], list[PassResult]]:
@@ -243,15 +233,6 @@ class _Job:
             self.out / CALIBRATION_NAME, self.steps,
         )  # fmt: skip
         return self.calibrated
-
-    def _int4(self) -> Int4Options | None:
-        quant = self.checkpoint.quant
-        if quant is None:
-            return None if self.options.quant is None else self.options.int4
-        stored = frozenset(n for n, t in self.checkpoint.tensors.items() if t.dtype == INT4)
-        # A group size of -1 is the whole row: larger than any.
-        size = quant.group_size if quant.group_size > 0 else 1 << 30
-        return Int4Options(size, quant.symmetric, (), stored)
 
     def _kv(self, backend: str, dtype: str) -> KVLayout:
         return KVLayout(

@@ -34,7 +34,7 @@ class Steps:
     def step(self, name: str, detail: str = "") -> Iterator[None]:
         """Shows `name`, elapsed and expected seconds while the body runs, then one line."""
         self.running = name
-        expected = _recall(self.subject, name)
+        expected = recall(self.subject, name)
         hint = f" (expected {expected:.0f} s)" if expected and expected >= 1 else ""
         _reset_peak()
         children = _children_peak()
@@ -53,7 +53,7 @@ class Steps:
         if _children_peak() != children:  # a process of this step was the largest so far
             peak = max(peak, _children_peak())
         self.done.append({"name": name, "seconds": round(seconds, 3), "peak_bytes": peak})
-        _remember(self.subject, name, seconds)
+        remember(self.subject, name, seconds)
         self.console.print(
             f"  {name:<34} {seconds:7.1f} s   peak {peak / 2**30:5.2f} GiB   {detail}".rstrip(),
             highlight=False,
@@ -88,7 +88,7 @@ def _durations_file() -> Path:
     return cache_folder().parent / "durations.json"
 
 
-def _recall(subject: str, name: str) -> float | None:
+def recall(subject: str, name: str) -> float | None:
     try:
         seconds = json.loads(_durations_file().read_text())[subject][name]
     except (OSError, ValueError, KeyError, TypeError):
@@ -96,7 +96,7 @@ def _recall(subject: str, name: str) -> float | None:
     return float(seconds)
 
 
-def _remember(subject: str, name: str, seconds: float) -> None:
+def remember(subject: str, name: str, seconds: float) -> None:
     path = _durations_file()
     try:
         known = json.loads(path.read_text())

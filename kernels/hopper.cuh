@@ -99,6 +99,13 @@ DEVICE void fewer_registers() {
 
 // --- bulk copies ---
 
+DEVICE void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%3, %4}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(a), "r"(b)
+      : "memory");
+}
+
 DEVICE void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
@@ -143,10 +150,10 @@ struct Boxes {
   }
 };
 
-// A map of a tensor of two-byte values; sizes and box innermost first, strides in bytes from the
-// second dimension on. Returns whether the driver took it.
+// A map of a tensor of two-byte values, or of bytes whose boxes are not swizzled; sizes and box
+// innermost first, strides in bytes from the second dimension on. Returns whether the driver took it.
 inline bool make_map(CUtensorMap* map, bool bf16, void* base, int rank, const uint64_t* sizes,
-                     const uint64_t* strides, const uint32_t* box) {
+                     const uint64_t* strides, const uint32_t* box, bool bytes = false) {
   static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   if (encode == nullptr) {
     void* found = nullptr;
@@ -158,9 +165,12 @@ inline bool make_map(CUtensorMap* map, bool bf16, void* base, int rank, const ui
     encode = reinterpret_cast<decltype(encode)>(found);
   }
   const uint32_t ones[5] = {1, 1, 1, 1, 1};
-  return encode(map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                rank, base, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+  const auto type = bytes  ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                    : bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                           : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  return encode(map, type, rank, base, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                bytes ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from seekforge.kernels.int4_gemm_merge import merge_parts
-from seekforge.kernels.int4_layout import UNIT, decode, raised, split
+from seekforge.kernels.int4_layout import UNIT, decode, split
 from seekforge.kernels.triton_support import (
     constexpr_function,
     gl,
@@ -41,7 +41,6 @@ class Few:
     unroll: int
     prefetch: bool
     splits: int = 1
-    sums: bool = False
 
 
 @constexpr_function
@@ -139,33 +138,20 @@ def _spread(values, words, GROUPS: gl.constexpr, WIDE: gl.constexpr):  # type: i
 @gluon_jit
 def _add(  # type: ignore[no-untyped-def]
     acc, words, scale, zero, x, ZEROS: gl.constexpr, GROUPS: gl.constexpr, WIDE: gl.constexpr,
-    BF16: gl.constexpr, SUMS: gl.constexpr = False, ROW_WARPS: gl.constexpr = 1,
+    BF16: gl.constexpr,
 ):  # fmt: skip
     """acc plus the products of one unit of each warp."""
     ACC: gl.constexpr = acc.type.layout
     LAYOUT: gl.constexpr = words.type.layout
     OFFSET: gl.constexpr = 128 if BF16 else 1024
     dtype: gl.constexpr = gl.bfloat16 if BF16 else gl.float16
-    if SUMS:
-        offset = scale
-    elif ZEROS:
+    if ZEROS:
         offset = (zero.to(gl.int32) + OFFSET).to(gl.float32).to(dtype)
         offset = _spread(offset, words, GROUPS, WIDE)
     else:
         offset = gl.full(words.shape, OFFSET + 8, dtype, layout=LAYOUT)
     x0, x1, x2, x3 = split(x, BF16)
-    if SUMS:
-        w0, w1, w2, w3 = raised(words, BF16)
-        part = gl.zeros(acc.shape, gl.float32, layout=ACC)
-        ROWS: gl.constexpr = 16 * ROW_WARPS
-        ones = gl.full([acc.shape[0], ROWS, 32], 1.0, dtype, layout=LAYOUT)
-        sums = gl.zeros([acc.shape[0], ROWS, acc.shape[2]], gl.float32, layout=ACC)
-        sums = gl.nvidia.ampere.mma_v2(ones, x0, sums)
-        sums = gl.nvidia.ampere.mma_v2(ones, x1, sums)
-        sums = gl.nvidia.ampere.mma_v2(ones, x2, sums)
-        sums = gl.nvidia.ampere.mma_v2(ones, x3, sums)
-        total = gl.max(sums, axis=1)[:, None, :]  # all of them are one
-    elif GROUPS == 1:
+    if GROUPS == 1:
         w0, w1, w2, w3 = decode(words, offset, offset, BF16, False)
         part = gl.zeros(acc.shape, gl.float32, layout=ACC)
     else:
@@ -175,11 +161,6 @@ def _add(  # type: ignore[no-untyped-def]
     part = gl.nvidia.ampere.mma_v2(w1, x1, part)
     part = gl.nvidia.ampere.mma_v2(w2, x2, part)
     part = gl.nvidia.ampere.mma_v2(w3, x3, part)
-    if SUMS:
-        if ZEROS:
-            part = part - total * (zero.to(gl.int32) + OFFSET).to(gl.float32)[:, :, None]
-        else:
-            part = part - total * (OFFSET + 8.0)
     if GROUPS == 1:
         part = acc + part * scale.to(gl.float32)[:, :, None]
     return part
@@ -190,7 +171,7 @@ def few_tokens_kernel(  # type: ignore[no-untyped-def]
     x, qweight, scales, zeros, bias, y, parts, rows, out_features, words8, groups, units, x_row,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROW_WARPS: gl.constexpr,
     K_WARPS: gl.constexpr, UNROLL: gl.constexpr, PREFETCH: gl.constexpr, ZEROS: gl.constexpr,
-    BIAS: gl.constexpr, EVEN: gl.constexpr, SPLIT: gl.constexpr, SUMS: gl.constexpr,
+    BIAS: gl.constexpr, EVEN: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """x in 64-bit words, qweight in 16-bit words (8 * words8 in a row of either); units: of a
     split. EVEN: every unit of every step is there and full."""
@@ -203,9 +184,7 @@ def few_tokens_kernel(  # type: ignore[no-untyped-def]
     PER_GROUP: gl.constexpr = GROUP // 128 if GROUP > 128 else 1
     WIDE: gl.constexpr = _groups_layout(BLOCK_N, K_WARPS, ROW_WARPS, GROUPS)
     S: gl.constexpr = gl.SliceLayout(2, ACC) if GROUPS == 1 else gl.SliceLayout(3, WIDE)
-    Z: gl.constexpr = (
-        gl.SliceLayout(2, ACC if SUMS else A) if GROUPS == 1 else gl.SliceLayout(3, WIDE)
-    )
+    Z: gl.constexpr = gl.SliceLayout(2, A) if GROUPS == 1 else gl.SliceLayout(3, WIDE)
     BF16: gl.constexpr = y.dtype.element_ty == gl.bfloat16
     words = words8 * 8
     first = gl.program_id(0) * BLOCK_N
@@ -229,7 +208,7 @@ def few_tokens_kernel(  # type: ignore[no-untyped-def]
     end = units
     if SPLIT:
         begin = gl.program_id(1) * units
-        end = begin + units
+        end = gl.minimum(begin + units, (words + 31) // 32)
         words = gl.minimum(words, end * 32)
     STEP: gl.constexpr = K_WARPS * UNROLL
     acc = gl.zeros([K_WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=ACC)
@@ -258,7 +237,7 @@ def few_tokens_kernel(  # type: ignore[no-untyped-def]
                 x_words = gl.load(x_at + at)
             else:
                 x_words = gl.load(x_at + at, mask=at + word_x < words, other=0)
-            acc = _add(acc, q[u], s[u], z[u], x_words, ZEROS, GROUPS, WIDE, BF16, SUMS, ROW_WARPS)
+            acc = _add(acc, q[u], s[u], z[u], x_words, ZEROS, GROUPS, WIDE, BF16)
         if PREFETCH:
             q = q_next
             s = s_next
@@ -289,12 +268,12 @@ def few_tokens(
     out_features, groups = scales.shape
     group_size = in_features // groups
     units = -(-in_features // UNIT)
-    each = -(-units // config.splits)
+    step = config.k_warps * config.unroll
+    each = -(-units // (step * config.splits)) * step if config.splits > 1 else units
     splits = -(-units // each)
     parts = y
     if splits > 1:
         parts = y.new_empty(splits, rows, out_features, dtype=torch.float32)
-    step = config.k_warps * config.unroll
     few_tokens_kernel[(-(-out_features // config.block_n), splits)](
         x.view(torch.int64), qweight.view(torch.int16), scales,
         scales if zeros is None else zeros, scales if bias is None else bias, y, parts,
@@ -302,9 +281,8 @@ def few_tokens(
         GROUP=group_size, BLOCK_M=1 if rows == 1 else max(8, next_power_of_2(rows)),
         BLOCK_N=config.block_n, ROW_WARPS=config.row_warps, K_WARPS=config.k_warps,
         UNROLL=config.unroll, PREFETCH=config.prefetch and each > step, ZEROS=zeros is not None,
-        BIAS=bias is not None, EVEN=in_features % UNIT == 0 and units % each + each % step == 0,
-        SPLIT=splits > 1, SUMS=config.sums and group_size % UNIT == 0,
-        num_warps=config.k_warps * config.row_warps, launch_pdl=True,
+        BIAS=bias is not None, EVEN=in_features % UNIT == 0 and units % step == 0,
+        SPLIT=splits > 1, num_warps=config.k_warps * config.row_warps, launch_pdl=True,
     )  # fmt: skip
     if splits > 1:
         merge_parts(parts, bias, y)

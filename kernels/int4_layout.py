@@ -28,30 +28,6 @@ UNIT = 128
 
 
 @constexpr_function
-def _raise_asm(bf16: bool) -> str:
-    lines = [f".reg .b32 s, c; mov.b32 c, {'0x43004300' if bf16 else '0x64006400'};"]
-    for p in range(4):
-        if p:
-            lines.append(f"shr.u32 s, $4, {4 * p};")
-        lines.append(f"lop3.b32 ${p}, {'s' if p else '$4'}, 0x000f000f, c, 0xea;")
-    return "{ " + " ".join(lines) + " }"
-
-
-@gluon_jit
-def raised(words, BF16: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Words of four weights -> 128 (bf16) or 1024 (fp16) more than the four, apart."""
-    w0, w1, w2, w3 = gl.inline_asm_elementwise(
-        _raise_asm(BF16), "=&r,=&r,=&r,=&r,r", [words], (gl.int16, gl.int16, gl.int16, gl.int16),
-        is_pure=True, pack=2,
-    )  # fmt: skip
-    dtype: gl.constexpr = gl.bfloat16 if BF16 else gl.float16
-    return (
-        w0.to(dtype, bitcast=True), w1.to(dtype, bitcast=True),
-        w2.to(dtype, bitcast=True), w3.to(dtype, bitcast=True),
-    )  # fmt: skip
-
-
-@constexpr_function
 def _decode_asm(bf16: bool, scaled: bool) -> str:
     kind, magic = ("bf16x2", "0x43004300") if bf16 else ("f16x2", "0x64006400")
     lines = [f".reg .b32 s, c; mov.b32 c, {magic};"]

@@ -49,9 +49,7 @@ class GemmConfig:
 class FewConfig:
     """For INT4 weights. m: pairs of a tile, 0 for pairs apart; n: rows of a matrix in a program (of
     gate and of up each), 16 to 128 and 16 or more for each of row_warps; k_warps: warps that share
-    the columns, `unroll` units of 128 each at a time; the same for the second product. prefetch:
-    the first product has the second's weights brought to the cache. held: the first product asks
-    for all weights of a step before it uses one."""
+    the columns, `unroll` units of 128 each at a time; the same for the second product."""
 
     m: int
     n: int
@@ -62,8 +60,6 @@ class FewConfig:
     down_row_warps: int
     down_k_warps: int
     down_unroll: int
-    prefetch: bool = False
-    held: bool = False
 
 
 Config = GemvConfig | GemmConfig | FewConfig

@@ -1,10 +1,10 @@
 """INT4 experts on few tokens: each expert's weights read once, from memory to the matrix units.
 
 The two products are those of int4_gemv.py (registers, order of the features: int4_layout) with an
-expert to each program. Three forms, by FewConfig.m:
+expert to each program. Two forms, by FewConfig.m:
 
     m = 0   a program serves one pair (token, expert), and its second product one token's experts
-            one after the other: no sorting, no combining; for one token
+            one after the other: no sorting, no combining; for one token or two
     m >= 8  a program serves up to m pairs of one expert (moe_tiles)
 
 `inner` is bf16 [planes, pairs, intermediate] and holds weight * silu(gate x) * up x. For fp16 x,
@@ -27,20 +27,6 @@ from seekforge.kernels.triton_support import gl, gluon_jit, tl
 
 
 @gluon_jit
-def _prefetch(start, size, program, programs, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Has this program's share of `size` bytes brought to the second-level cache."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    share = (size + programs - 1) // programs
-    for line in range(program * share, min(program * share + share, size), 128 * 32 * WARPS):
-        at = line + 128 * gl.arange(0, 32 * WARPS, layout=LANES)
-        at = gl.minimum(at, size - 1)
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(start + at).to(gl.int64)],
-            gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon_jit
 def _words(at, index, UNIT_0: gl.constexpr, K_WARPS: gl.constexpr, UNITS: gl.constexpr):  # type: ignore[no-untyped-def]
     """The words of a unit of each warp, from UNIT_0 on; zeros behind the last."""
     if UNIT_0 + K_WARPS <= UNITS:
@@ -52,13 +38,12 @@ def _words(at, index, UNIT_0: gl.constexpr, K_WARPS: gl.constexpr, UNITS: gl.con
 
 @gluon_jit
 def gate_up_few_kernel(  # type: ignore[no-untyped-def]
-    x, weights, indices, pairs, tiles, qweight, scales, zeros, inner, down, plane,
+    x, weights, indices, pairs, tiles, qweight, scales, zeros, inner, plane,
     HIDDEN: gl.constexpr, INTERMEDIATE: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr,
     ZEROS: gl.constexpr, BF16: gl.constexpr, SORTED: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr, UNROLL: gl.constexpr,
-    PREFETCH: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
-    """x as int64, qweight as int16 words; down: bytes. plane: elements of one plane of inner."""
+    """x as int64, qweight as int16 words. plane: elements of one plane of inner."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[K_WARPS, ROW_WARPS, 1], instr_shape=[1, 16, 8]
     )
@@ -104,7 +89,6 @@ def gate_up_few_kernel(  # type: ignore[no-untyped-def]
     z_at = zeros + expert * (2 * INTERMEDIATE * GROUPS) + n * GROUPS
     gate = gl.zeros([K_WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=ACC)
     up = gl.zeros([K_WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=ACC)
-    SIZE: gl.constexpr = HIDDEN * INTERMEDIATE // 2
     MORE: gl.constexpr = INTERMEDIATE * GROUPS
     for step in gl.static_range(0, UNITS, K_WARPS * UNROLL):
         g = ()
@@ -113,13 +97,8 @@ def gate_up_few_kernel(  # type: ignore[no-untyped-def]
             g = g + (_words(q_at, unit_a, step + i * K_WARPS, K_WARPS, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
             up_at = q_at + INTERMEDIATE * WORDS
             u = u + (_words(up_at, unit_a, step + i * K_WARPS, K_WARPS, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
-        if HELD:
-            tl.debug_barrier()
-        if PREFETCH and step == 0:
-            _prefetch(
-                down + expert * SIZE, SIZE, gl.program_id(0), gl.num_programs(0),
-                K_WARPS * ROW_WARPS,
-            )  # fmt: skip
+        if SORTED:
+            tl.debug_barrier()  # all loads are asked for before one is used; else ptxas sinks them
         for i in gl.static_range(UNROLL):
             if step + i * K_WARPS < UNITS:
                 a = _words(x_at, unit_b, step + i * K_WARPS, K_WARPS, UNITS)
@@ -262,11 +241,10 @@ def moe_int4_few_triton(
     }  # fmt: skip
     gate_up_few_kernel[(intermediate // config.n, programs)](
         as_words(x, torch.int64), weights, indices, pairs, tiles, as_words(gate_up_q, torch.int16),
-        gate_up_scales, gate_up_scales if gate_up_zeros is None else gate_up_zeros, inner, down_q,
+        gate_up_scales, gate_up_scales if gate_up_zeros is None else gate_up_zeros, inner,
         inner[0].numel(), GROUP=hidden // gate_up_scales.shape[-1],
         ZEROS=gate_up_zeros is not None, BLOCK_N=config.n, ROW_WARPS=config.row_warps,
-        K_WARPS=config.k_warps, UNROLL=config.unroll, PREFETCH=config.prefetch,
-        HELD=config.held,
+        K_WARPS=config.k_warps, UNROLL=config.unroll,
         num_warps=config.k_warps * config.row_warps, **shared,
     )  # fmt: skip
     down_few_kernel[(hidden // config.down_n, programs if is_sorted else tokens)](

@@ -49,10 +49,14 @@ struct Consumer {
   DEVICE void score(int parity) {
     const Tile q(shared_address(s.query)), k(block(SIDE));
     wait_for(SIDE, SIDE, parity);
-    wait_for(SIDE, 1 - SIDE, parity);
+    if (!IN_HALVES) wait_for(SIDE, 1 - SIDE, parity);
     matrix_fence();
 #pragma unroll
     for (int i = 0; i < 9; ++i) {
+      if (IN_HALVES && i == 4) {
+        wait_for(SIDE, 1 - SIDE, parity);
+        matrix_fence();
+      }
       const int chunk = i < 8 ? i ^ 4 * SIDE : 8;
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -255,26 +259,10 @@ __global__ void __launch_bounds__(THREADS, 1)
   Shared& s = *reinterpret_cast<Shared*>(memory);
   allow_launch_after();
   const Part part = find_part(x);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) {
-      for (int half = 0; half < 2; ++half) {
-        barrier_init(shared_address(&s.full[i][half]), 1);
-        barrier_init(shared_address(&s.empty[i][half]), 4);
-      }
-      barrier_init(shared_address(&s.weights[i]), 128);
-    }
-    fence_async();
-  }
+  if (threadIdx.x == 0) make_barriers(s);
   __syncthreads();
   wait_for_launch_before();
-  if (part.count == 0) {
-    if (x.splits > 1 && threadIdx.x < ROWS) {
-      const int64_t head = part.first_head + threadIdx.x;
-      reinterpret_cast<float*>(x.logs)[(part.token * x.heads + head) * x.splits + part.split] =
-          -INFINITY;
-    }
-    return;
-  }
+  if (part.count == 0) return store_nothing(x, part);
   if (threadIdx.x >= 256) {
     fewer_registers<24>();
     if (threadIdx.x < 288) load_blocks(x, part, &map, s);

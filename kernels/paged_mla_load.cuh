@@ -14,7 +14,9 @@ constexpr int ROWS = 64, TOKENS = 64, RANK = 512;
 constexpr int CHUNK = 64 * 128;                    // bytes of 64 rows x 64 values
 constexpr int BLOCK = 9 * CHUNK, HALF = 4 * CHUNK;  // eight of the latent, then the rope part
 constexpr int THREADS = 384;  // two warpgroups that compute, one that loads
-constexpr int AHEAD = 2;      // blocks that are on their way to the L2 cache before they are copied
+constexpr int AHEAD = 2;      // blocks whose table entries are read before they are copied
+// Scores start on half of a block; blocks are on their way to the L2 cache AHEAD of their copies.
+constexpr bool IN_HALVES = true, PREFETCH = false;
 
 struct Shared {
   uint8_t blocks[2][BLOCK];
@@ -24,6 +26,17 @@ struct Shared {
   uint64_t full[2][2], empty[2][2];  // [buffer][half]
   uint64_t weights[2];
 };
+
+DEVICE void make_barriers(Shared& s) {
+  for (int i = 0; i < 2; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      barrier_init(shared_address(&s.full[i][half]), 1);
+      barrier_init(shared_address(&s.empty[i][half]), 4);
+    }
+    barrier_init(shared_address(&s.weights[i]), 128);
+  }
+  fence_async();
+}
 
 // One thread block's part of the work.
 struct Part {
@@ -50,6 +63,13 @@ DEVICE Part find_part(const Arguments& x) {
   return part;
 }
 
+// Of a part without tokens: the merge skips it.
+DEVICE void store_nothing(const Arguments& x, const Part& part) {
+  if (x.splits == 1 || threadIdx.x >= ROWS) return;
+  const int64_t row = part.token * x.heads + part.first_head + threadIdx.x;
+  reinterpret_cast<float*>(x.logs)[row * x.splits + part.split] = -INFINITY;
+}
+
 DEVICE void load_blocks(const Arguments& x, const Part& part, const CUtensorMap* map, Shared& s) {
   auto table = reinterpret_cast<const int64_t*>(x.tables) + part.sequence * x.table;
   const int box = int(x.box), page = int(x.page), boxes = TOKENS / box, lane = threadIdx.x % 32;
@@ -67,7 +87,7 @@ DEVICE void load_blocks(const Arguments& x, const Part& part, const CUtensorMap*
   for (int i = 0; i < AHEAD; ++i) boxes_of[i] = find(i);
   for (int i = 0; i < part.count; ++i) {
     boxes_of[AHEAD] = find(min(i + AHEAD, part.count - 1));
-    if (AHEAD > 0 && i + AHEAD < part.count)
+    if (PREFETCH && i + AHEAD < part.count)
       each_box(boxes_of[AHEAD], 9, [&](int c, int, int block, int slot) {
         prefetch_box(map, c * 64, slot, block);
       });

@@ -202,7 +202,7 @@ def paged_prefill_triton(
     sequences, v_dim, group = block_tables.shape[0], v_pool.shape[3], heads // kv_heads
     pools = pool_kind(k_pool)
     kind = str(q.dtype).removeprefix("torch.") if pools == "plain" else pools
-    given = config or prefill_config(kind, max(qk_dim, v_dim), tiles=True)
+    given = config or prefill_config(kind, max(qk_dim, v_dim), tiles=pools == "plain")
     described = [pool_tiles(pool, given.block_n) for pool in (k_pool, v_pool)]
     has_tiles = None not in described
     config = given if has_tiles else config or prefill_config(kind, max(qk_dim, v_dim), tiles=False)

@@ -126,7 +126,8 @@ class Manifest:
 
     `profiles`: one mapping for each optimisation profile, input name -> {"min": [2, 1], "opt": …,
     "max": …}. `steps`: the build's {"name", "seconds", "peak_bytes"}. `passes`, `receipt` and
-    `layers` are reports; `memory` has the bytes that steps take on a GPU (compile/liveness.py).
+    `layers` are reports; `memory` has the bytes that steps take on a GPU (compile/liveness.py),
+    `predicted` what the build was expected to take (compile/check_costs.py).
     """
 
     format_version: int
@@ -151,6 +152,7 @@ class Manifest:
     layers: dict[str, Any] | None
     memory: dict[str, Any] | None
     files: tuple[FileEntry, ...]
+    predicted: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _one_of(self, "backend", BACKENDS)

@@ -49,7 +49,7 @@ def test_equals_transformers(tokens: int) -> None:
         "deepseek_v3", hidden_size=H, moe_intermediate_size=I, n_routed_experts=E
     )
     config._experts_implementation = "eager"
-    experts = DeepseekV3Experts(config).requires_grad_(False)
+    experts = DeepseekV3Experts(config).requires_grad_(False)  # type: ignore[no-untyped-call]
     experts.gate_up_proj.copy_(gate_up)
     experts.down_proj.copy_(down)
     y = moe_experts(x, weights, indices, gate_up, down)

@@ -15,9 +15,9 @@ from seekforge.kernels.moe_int4_few import down_few_kernel, gate_up_few_kernel, 
 from seekforge.kernels.tolerance import assert_close
 from tests.test_kernel_moe_triton import draw, exact, packed, run_int4
 
-APART = FewConfig(0, 16, 1, 4, 2, 16, 1, 8, 3, prefetch=True)
-WIDE = FewConfig(0, 64, 2, 2, 4, 32, 2, 4, 1, held=True)
-TILES = FewConfig(8, 16, 1, 2, 8, 64, 4, 1, 11, held=True)
+APART = FewConfig(0, 16, 1, 4, 2, 16, 1, 8, 3)
+WIDE = FewConfig(0, 64, 2, 2, 4, 32, 2, 4, 1)
+TILES = FewConfig(8, 16, 1, 2, 8, 64, 4, 1, 11)
 LARGE = FewConfig(16, 32, 1, 4, 1, 32, 1, 4, 3)
 
 
@@ -68,8 +68,7 @@ def ptx(second: bool, half: str, tiles: bool) -> str:
     flags: dict[str, Any] = {"HIDDEN": 512, "INTERMEDIATE": 384, "GROUP": 128, "TOP_K": 2}
     flags |= {"ZEROS": False, "BF16": half == "bf16", "SORTED": tiles, "BLOCK_M": 8 if tiles else 1}
     flags |= {"BLOCK_N": 16, "ROW_WARPS": 1, "K_WARPS": 4, "UNROLL": 1}
-    flags |= {} if second else {"PREFETCH": True, "HELD": True}
-    types = {"x": "*i64", "qweight": "*i16", "scales": f"*{half}", "zeros": "*u8", "down": "*u8"}
+    types = {"x": "*i64", "qweight": "*i16", "scales": f"*{half}", "zeros": "*u8"}
     types |= {"inner": "*i64" if second else "*bf16", "weights": "*fp32", "indices": "*i64"}
     types |= {"pairs": "*i32", "tiles": "*i32", "y": "*fp32" if tiles else f"*{half}"}
     types |= {"plane": "i32"} | dict.fromkeys(flags, "constexpr")
@@ -92,6 +91,5 @@ def test_compiled_without_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
         first, second, apart = process.map(ptx, *zip(*cases, strict=True))
     assert first.count("mma.sync") == 16 and apart.count("mma.sync") == 16
     assert second.count("mma.sync") == 16  # two planes
-    assert "prefetch.global.L2" in first
     for code in (first, second, apart):
         assert "ld.global.v4.b32" in code and "ldmatrix" not in code

@@ -1,0 +1,198 @@
+"""What each step of a build takes: seconds and peak memory, engine and disk size, from counts.
+
+In: `Facts` of the model and a `Plan` of one engine. Out: a `Prediction`; the manifest keeps it
+beside what then happened (`seekforge check --outcomes`). The constants are fits to some thirty
+builds of models with 2 to 30 layers, dense and with experts, on 2 CPU cores, torch 2.13, ONNX
+Runtime 1.32, TensorRT-RTX 1.7; memory was within 8 % there (docs/check.md). Times are those of
+earlier builds where the cache folder remembers any.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from seekforge.compile.check_model import Facts
+from seekforge.compile.check_machine import resident_bytes
+from seekforge.compile.liveness import peak_bytes
+from seekforge.compile.quantise import TOKENS
+from seekforge.compile.steps import recall
+from seekforge.compile.workspace import padded_workspace
+from seekforge.models.spec import ModelSpec
+from seekforge.passes.kv_cache import GraphInput
+from seekforge.passes.program import Program
+from seekforge.runtime.manifest import Limits
+
+MB = 1_000_000
+EXPORT_IMPORTS = 44 * MB  # what torch.export brings in
+EXPORTED = 27_000  # bytes a call of the exported graph
+BLOCK = 16
+ONNX_IMPORTS = 14 * MB
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One engine to build. int4: a method of quantisation, or None. executed: whether it will be
+    run and compared with eager. tokenizer_bytes: of the files that are copied."""
+
+    backend: str
+    device: str
+    dtype: str
+    limits: Limits
+    int4: str | None
+    executed: bool
+    spec: ModelSpec
+    tokenizer_bytes: int
+
+    @property
+    def subject(self) -> str:
+        """What durations are remembered for."""
+        return subject(self.spec, self.backend, self.device, self.dtype, self.int4)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """steps: {name: {"seconds", "peak_bytes", "recorded"}} in order; recorded: the seconds are an
+    earlier build's. engine_bytes: the engine directory's; disk_bytes: the most that is on the disk
+    while it is built. activation_bytes: a step's temporary tensors, None where they are not said."""
+
+    steps: dict[str, dict[str, Any]]
+    engine_bytes: int
+    disk_bytes: int
+    activation_bytes: int | None
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(step["peak_bytes"] for step in self.steps.values())
+
+    @property
+    def seconds(self) -> float:
+        total: float = sum(step["seconds"] for step in self.steps.values())
+        return total
+
+
+def subject(spec: ModelSpec, backend: str, device: str, dtype: str, int4: str | None) -> str:
+    return (
+        f"{spec.model_type} {spec.num_layers}x{spec.hidden_size} {dtype} {backend} {device}"
+        + (f" {int4}" if int4 else "")
+    )
+
+
+def memory_floor() -> int:
+    """Bytes that this process will hold before it exports anything: what it holds now, and the
+    modules that torch.export still has to bring in."""
+    imports = 0 if "torch._export.non_strict_utils" in sys.modules else EXPORT_IMPORTS
+    return resident_bytes() + imports
+
+
+def predict(facts: Facts, plan: Plan, floor: int, activation: int | None) -> Prediction:
+    """floor: `memory_floor` of the process that builds. activation: as in `Prediction`."""
+    peaks, took = _peaks(facts, plan, floor), _seconds(facts, plan)
+    steps = {}
+    for name, peak in peaks.items():
+        known = recall(plan.subject, name)
+        seconds = took[name] if known is None else known
+        steps[name] = {
+            "seconds": round(seconds, 2), "peak_bytes": int(peak), "recorded": known is not None
+        }  # fmt: skip
+    engine = _engine(facts, plan)
+    disk = engine + (facts.weights if plan.backend.startswith("tensorrt") else 0)
+    return Prediction(steps, engine, disk, activation)
+
+
+def activation_bytes(
+    program: Program, inputs: Sequence[GraphInput], plan: Plan
+) -> int | None:
+    """Temporary tensors of a TensorRT engine's largest step, which it allocates once: those between
+    layers, and those of the heaviest layer. None for other backends."""
+    if not plan.backend.startswith("tensorrt"):
+        return None
+    limits = plan.limits
+    blocks = -(-limits.max_len // BLOCK)
+    sizes = {
+        "batch": 1, "seq": min(limits.max_chunk, limits.max_len), "rows": 1, "max_blocks": blocks,
+        "blocks": blocks, "block_size": BLOCK,
+    }  # fmt: skip
+    inside = padded_workspace(program, limits, plan.backend).bytes
+    return inside + peak_bytes(program, inputs, sizes)
+
+
+def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
+    """Peak memory by step, in order: of this process, or of a larger one that the step starts."""
+    peaks: dict[str, float] = {"export": floor + EXPORTED * facts.exported}
+    passed = peaks["passes"] = peaks["export"] + 4 * MB
+    if plan.int4 == "awq-int4":
+        peaks["calibration"] = passed + _calibration(facts, plan)
+    peaks["weights"] = passed + facts.pieces
+    after = passed + 5 * MB
+    if plan.backend == "inductor":
+        peaks["compile"] = max(after, _compiler(facts))
+    else:
+        after = peaks["ONNX"] = passed + ONNX_IMPORTS
+    if plan.backend.startswith("tensorrt"):
+        peaks[f"{plan.backend} build"] = passed + _tensorrt(facts)
+        after = passed + 122 * MB + 0.48 * facts.weights + 1.58 * MB * facts.nodes
+        after += 10 * MB * facts.experts
+    peaks["checksums"] = after + 3 * MB
+    if plan.executed:
+        peaks["verify"] = after + _verify(facts, plan)
+    return peaks
+
+
+def _compiler(facts: Facts) -> float:
+    """The larger of AOTInductor's processes: torch copies the parameters, which are empty there."""
+    return 514 * MB + facts.weights + 0.35 * MB * facts.nodes
+
+
+def _tensorrt(facts: Facts) -> float:
+    """The weights as parsed, as laid out and in the engine; its library; its graphs."""
+    return 213 * MB + 3.11 * facts.weights + 1.83 * MB * facts.nodes + 22.5 * MB * facts.experts
+
+
+def _verify(facts: Facts, plan: Plan) -> float:
+    """Eager in fp32 and, for lower dtypes, in those; the engine's weights, of which ONNX Runtime
+    packs most a second time."""
+    full = plan.dtype == "float32"
+    eager = 4 * plan.spec.parameters * (1.0 if full else 1.3)
+    if plan.backend == "inductor":
+        return 30 * MB + eager + 0.8 * facts.weights
+    return 45 * MB + eager + (1.72 if full else 3.5) * facts.weights
+
+
+def _calibration(facts: Facts, plan: Plan) -> float:
+    """Hidden states of all tokens, before and after a layer; that layer's weights in fp32."""
+    layer = 4 * plan.spec.parameters / plan.spec.num_layers
+    return 3 * 4 * TOKENS * plan.spec.hidden_size + 4 * layer
+
+
+def _engine(facts: Facts, plan: Plan) -> int:
+    """All files: weights, code, tokenizer."""
+    spec, size = plan.spec, facts.weights + plan.tokenizer_bytes + 20_000
+    if plan.backend == "inductor":
+        code = 3.3 * MB + 7_500 * facts.nodes + 17_000 * facts.int4
+        return int(size + (code if plan.device == "cpu" else code / 2))
+    if plan.backend == "onnxruntime":
+        return int(size + 800 * facts.nodes + 45_000 * facts.experts + 5_000 * facts.int4)
+    latent = spec.num_layers if spec.kv_lora_rank else 0
+    kernels = 2.3 + 0.8 * spec.num_layers + 1.9 * latent + 5.6 * facts.experts
+    return int(size + MB * (kernels + (0 if facts.experts else 0.14 * facts.int4)))
+
+
+def _seconds(facts: Facts, plan: Plan) -> dict[str, float]:
+    """Two CPU cores that do nothing else."""
+    weights = facts.weights / 400e6
+    if plan.int4 is not None:
+        weights += plan.spec.parameters / 6e6
+    return {
+        "export": 0.6 + 0.0033 * facts.exported,
+        "passes": 0.2 + 0.0012 * facts.exported,
+        "calibration": 1.2e-6 * plan.spec.parameters,
+        "weights": weights,
+        "compile": 15 + 0.12 * facts.nodes + facts.weights / 30e6,
+        "ONNX": 0.1,
+        f"{plan.backend} build": 1 + 0.05 * facts.nodes + 2.0 * facts.experts,
+        "checksums": facts.weights / 1.5e9,
+        "verify": 1.2 + 3e-8 * plan.spec.parameters,
+    }
