@@ -150,8 +150,9 @@ struct Boxes {
   }
 };
 
-// A map of a tensor of two-byte values, or of bytes whose boxes are not swizzled; sizes and box
-// innermost first, strides in bytes from the second dimension on. Returns whether the driver took it.
+// A map of a tensor of two-byte values, or of bytes, 64 in a row of a box, in the 64-byte swizzle:
+// the 16-byte unit u of row r lies at r * 64 + ((u ^ r / 2 % 4) * 16). Sizes and box innermost first,
+// strides in bytes from the second dimension on. Returns whether the driver took it.
 inline bool make_map(CUtensorMap* map, bool bf16, void* base, int rank, const uint64_t* sizes,
                      const uint64_t* strides, const uint32_t* box, bool bytes = false) {
   static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
@@ -169,7 +170,7 @@ inline bool make_map(CUtensorMap* map, bool bf16, void* base, int rank, const ui
                     : bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   return encode(map, type, rank, base, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                bytes ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
+                bytes ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }

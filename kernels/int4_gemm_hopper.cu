@@ -103,8 +103,9 @@ struct Block {
       f.fetch(scales, zeros, at, min(group + inner, most));
     };
     const uint32_t pick = t * 0x1111u + 0x4400u, lane = threadIdx.x % 32 & ~3u;
+    const int first_word = row * (UNIT / 2) + row / 2 % 4 * 16;  // swizzled; that of row + 8 likewise
     const auto words = [&](uint2 (&w)[2], int stage, int step) {
-      const uint32_t from = q_tile(stage) + row * (UNIT / 2) + step * 8;
+      const uint32_t from = ((q_tile(stage) + first_word) ^ step / 2 * 16) + step % 2 * 8;
       w[0] = load_shared(from), w[1] = load_shared(from + 8 * (UNIT / 2));
     };
     // The operand of a product: the features 16 step to 16 step + 15.

@@ -150,19 +150,27 @@ def test_alignment_is_that_of_bulk_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "serves", "tuned", "expected"),
-    [(64, True, False, []), (64, False, False, ["triton"]), (16, True, False, ["triton"]),
-     (64, True, True, ["triton"])],
-)  # fmt: skip
+    ("tokens", "block_size", "serves", "tuned", "expected"),
+    [
+        (1024, 64, True, False, []),
+        (4096, 16, True, False, []),
+        (1023, 64, True, False, ["triton"]),
+        (4096, 8, True, False, ["triton"]),
+        (4096, 64, False, False, ["triton"]),
+        (4096, 64, True, True, ["triton"]),
+    ],
+)
 def test_prefill_choice(
-    monkeypatch: Patch, block_size: int, serves: bool, tuned: bool, expected: list[str]
-) -> None:
+    monkeypatch: Patch, tokens: int, block_size: int, serves: bool, tuned: bool,
+    expected: list[str],
+) -> None:  # fmt: skip
     taken: list[str] = []
     monkeypatch.setattr(paged_prefill, "paged_prefill_hopper", lambda *_: serves)
     monkeypatch.setattr(paged_prefill, "paged_prefill_triton", lambda *_: taken.append("triton"))
     pool, index = torch.empty(2, block_size, 1, 128), torch.empty(1)
     config = Config(64, 64, 1, 4, 3) if tuned else None
-    paged_prefill.paged_prefill(index, pool, pool, index, index, index, 1.0, index, 1, config)
+    q = torch.empty(tokens, 1, 128)
+    paged_prefill.paged_prefill(q, pool, pool, index, index, index, 1.0, index, 1, config)
     assert taken == expected
 
 
