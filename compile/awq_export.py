@@ -26,7 +26,7 @@ from seekforge.models.quantized import to_awq
 from seekforge.models.quantized_config import awq_config
 from seekforge.models.shards import INDEX_FILE
 
-SHARD_BYTES = 1 << 30
+SHARD_BYTES = 1 << 29
 DTYPE = torch.float16  # of scales and of all other tensors: what AutoAWQ's kernels compute in
 
 

@@ -94,7 +94,7 @@ def moe_row(
                 name, partial(ours, config, *given[0]), [partial(ours, config, *g) for g in given]
             )
         name = "marlin-moe" if int4 else "grouped-mm"
-        if peers is None:
+        if peers is None or name not in getattr(peers, "MOE", {}):
             return
         present, why = peers.available(name)
         if not present:

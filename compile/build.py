@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from seekforge.compile import compare
 from seekforge.compile.bundle import (
@@ -24,26 +21,29 @@ from seekforge.compile.bundle import (
     link_weights,
 )
 from seekforge.compile.calibration_file import CALIBRATION_NAME, Calibrated
-from seekforge.compile.export import DTYPES, export_checkpoint
+from seekforge.compile.check_costs import activation_bytes, memory_floor, predict
+from seekforge.compile.check_machine import requirements
+from seekforge.compile.check_model import Subject, count_calls, facts_of
+from seekforge.compile.export import export_checkpoint
 from seekforge.compile.failures import caught
 from seekforge.compile.kernel_cache import ship_kernels
 from seekforge.compile.lower import MODEL_NAME, Lowering, lower
+from seekforge.compile.options import FORMS, engine_dtype, int4_options, limits_of, plan_of
+from seekforge.compile.options import Options as Options
 from seekforge.compile.prompts import PROMPTS
-from seekforge.compile.quantise import QUANTISATIONS, calibrated, summary, text_windows
-from seekforge.compile.steps import Steps
+from seekforge.compile.quantise import calibrated, summary, text_windows
+from seekforge.compile.steps import Steps, durations
 from seekforge.compile.weights import WEIGHTS_NAME, Source, recipe, write_weights
 from seekforge.compile.workspace import check_workspace
 from seekforge.kernels.errors import BuildError, InputError
-from seekforge.models.checkpoint import INT4, Checkpoint, open_checkpoint
+from seekforge.models.checkpoint import Checkpoint, open_checkpoint
 from seekforge.models.families import expected_fusions
-from seekforge.models.spec import check_max_len
-from seekforge.passes.int4 import Int4Options, int4_sizes, int4_tensors, sign_int4
+from seekforge.passes.int4 import int4_sizes, int4_tensors, sign_int4
 from seekforge.passes.kv_cache import GraphInput, graph_outputs
 from seekforge.passes.pipeline import run_pipeline
 from seekforge.passes.program import Program
 from seekforge.passes.rule import PassResult
 from seekforge.runtime.manifest import (
-    BACKENDS,
     FORMAT_VERSION,
     Generation,
     KVLayout,
@@ -56,60 +56,6 @@ from seekforge.runtime.manifest import (
     write_manifest,
 )
 
-FORMS = {
-    "inductor": "ragged",
-    "onnxruntime": "padded",
-    "tensorrt": "padded",
-    "tensorrt-rtx": "padded",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What to build.
-
-    dtype "auto": float32 on the CPU, the checkpoint's own on a GPU, float16 for TensorRT.
-
-    max_len: tokens of a sequence; None: the model's own, at most 2048. max_chunk: prefill tokens of
-    a step. target: compute capability of tensorrt-rtx engines. quant: one of QUANTISATIONS, with
-    the details in `int4`. calib: text (file or folder) for awq-int4; None: the built-in text.
-    """
-
-    backends: tuple[str, ...] = ("inductor", "onnxruntime", "tensorrt-rtx")
-    dtype: str = "auto"
-    device: str = "cpu"
-    max_batch: int = 8
-    max_len: int | None = None
-    max_chunk: int = 512
-    block_size: int = 16
-    target: str = "8.9"
-    verify: bool = True
-    quant: str | None = None
-    calib: Path | None = None
-    int4: Int4Options = field(default_factory=Int4Options)
-
-    def __post_init__(self) -> None:
-        for backend in self.backends:
-            if backend not in BACKENDS:
-                raise InputError(f"--backend {backend}: unknown; one of {', '.join(BACKENDS)}")
-        if not self.backends:
-            raise InputError("no backend named; give at least one with --backend")
-        if self.dtype not in ("auto", *DTYPES):
-            raise InputError(f"--dtype {self.dtype}: unknown; one of auto, {', '.join(DTYPES)}")
-        if self.device not in ("cpu", "cuda"):
-            raise InputError(f"--device {self.device}: unknown; cpu or cuda")
-        if self.quant not in (None, *QUANTISATIONS):
-            raise InputError(f"--quant {self.quant}: unknown; one of {', '.join(QUANTISATIONS)}")
-        if self.calib is not None and self.quant != "awq-int4":
-            raise InputError(f"--calib {self.calib}: only --quant awq-int4 looks at text")
-        for name in ("max_batch", "max_len", "max_chunk", "block_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"--{name.replace('_', '-')} is {value}; at least 1 was expected")
-
-
-DEFAULT_MAX_LEN = 2048
-
 
 def build(
     checkpoint_path: Path, out: Path, options: Options, steps: Steps | None = None
@@ -119,28 +65,23 @@ def build(
     Raises InputError (CheckpointError) before anything heavy for what can be known then, BuildError
     for a step that failed; finished engines stay, the failed one leaves nothing.
     """
+    floor = memory_floor(options.backends)
     checkpoint = open_checkpoint(checkpoint_path)
-    spec = checkpoint.spec
-    max_len = options.max_len or min(DEFAULT_MAX_LEN, spec.max_position_embeddings)
-    check_max_len(checkpoint.config, max_len)
-    if checkpoint.quant is not None and options.quant is not None:
-        raise InputError(
-            f"--quant {options.quant}: {checkpoint_path} holds INT4 weights already "
-            f"({checkpoint.quant.method}); leave --quant out, or give the unquantised checkpoint"
-        )
-    limits = Limits(max_len, options.max_batch, min(options.max_chunk, max_len))
+    limits = limits_of(checkpoint.config, options)
+    int4_options(checkpoint, options)  # refuses what contradicts the checkpoint
     check_writable(out)
     for backend in options.backends:
-        _check_backend(backend, options)
-    subject = f"{spec.model_type} {spec.num_layers}x{spec.hidden_size}"
-    steps = steps or Steps(subject)
-    steps.subject = subject
+        dtype = engine_dtype(checkpoint.config, options, backend)
+        problems = requirements(backend, options.device, dtype, options.target)
+        if problems:
+            raise InputError("; ".join(map(str, problems)))
+    steps = steps or Steps(checkpoint.spec.model_type)
     text = None
     if options.quant == "awq-int4":  # a text that can't be used is known before anything heavy
         text = text_windows(checkpoint, options.calib)
     for line in checkpoint.warnings:
         steps.console.print(f"warning: {line}", style="yellow", highlight=False)
-    job = _Job(checkpoint, out, options, limits, steps, text)
+    job = _Job(checkpoint, out, options, limits, steps, text, floor)
     return [job.build(backend) for backend in options.backends]
 
 
@@ -149,22 +90,30 @@ class _Job:
 
     def __init__(
         self, checkpoint: Checkpoint, out: Path, options: Options, limits: Limits, steps: Steps,
-        text: list[list[int]] | None,
+        text: list[list[int]] | None, floor: int,
     ) -> None:  # fmt: skip
         self.checkpoint, self.out, self.options = checkpoint, out, options
         self.limits, self.steps, self.text = limits, steps, text
+        self.subject = Subject(checkpoint.path, checkpoint.config, checkpoint.spec, checkpoint)
         self.calibrated: Calibrated | None = None
+        self.floor = floor  # of memory, before the next engine
+        self.exported = 0  # calls of the graph before the passes
 
     def build(self, backend: str) -> Path:
         self.steps.console.print(f"{backend}", style="bold")
-        first = len(self.steps.done)
-        dtype = self._dtype(backend)
+        first, floor = len(self.steps.done), self.floor
+        plan = plan_of(self.subject, self.options, backend)
+        self.steps.subject, dtype = plan.subject, plan.dtype
+        known = durations(plan.subject)
         log = self.out / f"{backend}.log"
         with (
             atomic_directory(self.out / backend) as folder,
             caught(backend, log, self.steps, folder / MODEL_NAME),
         ):
             program, inputs, passes = self._program(backend, dtype)
+            counted = facts_of(program, self.exported, plan.spec.num_layers, self.subject)
+            activation = activation_bytes(program, inputs, plan)
+            predicted = predict(counted, plan, floor, activation, known)
             source = self._source(program)
             if not link_weights(self.out, folder, recipe(program, source)):
                 with self.steps.step("weights"):
@@ -178,7 +127,11 @@ class _Job:
             )  # fmt: skip
             copy_tokenizer(self.checkpoint.path, folder)
             manifest = self._manifest(backend, dtype, program, inputs, passes, kv, facts, folder)
-            manifest = dataclasses.replace(manifest, steps=tuple(self.steps.done[first:]))
+            manifest = dataclasses.replace(
+                manifest,
+                steps=tuple(self.steps.done[first:]),
+                predicted=dataclasses.asdict(predicted),
+            )
             write_manifest(folder, manifest)
             if backend == "inductor" and self.options.device == "cuda":
                 with self.steps.step("kernels"):
@@ -192,6 +145,7 @@ class _Job:
                     manifest, receipt=receipt, steps=tuple(self.steps.done[first:])
                 ),
             )
+        self.floor = memory_floor(self.options.backends)
         return self.out / backend
 
     def _program(
@@ -199,13 +153,14 @@ class _Job:
     ) -> tuple[Program, list[GraphInput], list[PassResult]]:
         with self.steps.step("export"):
             program = export_checkpoint(self.checkpoint, dtype, self.limits.max_len)
+        self.exported = count_calls(program, self.checkpoint.spec.num_layers)
         with self.steps.step("passes"):
             passes, inputs = run_pipeline(
                 program,
                 FORMS[backend],
                 self.limits.max_len,
                 expected_fusions(self.checkpoint.spec),
-                self._int4(),
+                int4_options(self.checkpoint, self.options),
                 self.options.device,
             )
             workspace = None
@@ -283,7 +238,7 @@ class _Job:
         )
 
     def _quantization(self, program: Program) -> dict[str, Any] | None:
-        options = self._int4()
+        options = int4_options(self.checkpoint, self.options)
         if options is None:
             return None
         quant = self.checkpoint.quant
@@ -325,20 +280,3 @@ def _cannot_run(folder: Path) -> str | None:
 
 def _specs(values: Iterable[GraphInput]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(v.name, str(v.dtype).removeprefix("torch."), v.dims) for v in values)
-
-
-def _check_backend(backend: str, options: Options) -> None:
-    """Refuses before anything heavy what is known to fail."""
-    import importlib.util
-
-    module, extra = BACKENDS[backend]
-    if importlib.util.find_spec(module) is None:
-        package = f"seekforge[{extra}]" if extra else module.replace("_", "-")
-        raise InputError(f"--backend {backend} needs {module}: pip install '{package}'")
-    if options.device == "cuda" and backend == "inductor" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch sees no GPU on this machine; use --device cpu")
-    if backend == "onnxruntime" and options.device == "cpu" and options.dtype == "bfloat16":
-        raise InputError(
-            "--dtype bfloat16: ONNX Runtime has no bfloat16 kernels for the CPU; "
-            "use float32 or float16"
-        )

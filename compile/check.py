@@ -11,14 +11,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from seekforge.compile.build import (
-    FORMS,
-    Options,
-    engine_dtype,
-    int4_options,
-    limits_of,
-    plan_of,
-)
 from seekforge.compile.check_costs import Plan, activation_bytes, memory_floor, predict
 from seekforge.compile.check_machine import (
     Machine,
@@ -35,10 +27,20 @@ from seekforge.compile.check_model import (
     operators_without,
 )
 from seekforge.compile.check_run import run_memory
+from seekforge.compile.check_text import gigabytes
+from seekforge.compile.options import (
+    FORMS,
+    Options,
+    engine_dtype,
+    int4_options,
+    limits_of,
+    plan_of,
+)
 from seekforge.compile.profiles import make_profiles
+from seekforge.compile.steps import durations
 from seekforge.compile.workspace import check_workspace
 from seekforge.kernels.errors import BuildError, InputError
-from seekforge.models.spec import check_max_len
+from seekforge.models.default import resolve_checkpoint
 from seekforge.runtime.manifest import KVLayout
 from seekforge.runtime.profiles import profile_to_json
 
@@ -51,10 +53,9 @@ def check(
     out: where engines will be written; gpu_bytes: memory of the GPU they will run on (default: of
     this machine's). Raises InputError for a checkpoint or options that no backend takes.
     """
-    floor, machine = memory_floor(), this_machine()
+    floor, machine = memory_floor(options.backends), this_machine()
     subject = open_subject(path)
     limits = limits_of(subject.config, options)
-    check_max_len(subject.config, limits.max_len)
     engines = {}
     for backend in options.backends:
         engines[backend] = _engine(
@@ -76,6 +77,12 @@ def check(
     }
 
 
+def resolve_subject(model: str) -> Path:
+    """A config.json or a folder with one is meant as it is; anything else as `build` means it."""
+    path = Path(model)
+    return path if path.suffix == ".json" else resolve_checkpoint(model)
+
+
 def _engine(
     subject: Subject,
     options: Options,
@@ -86,7 +93,9 @@ def _engine(
     gpu_bytes: int | None,
 ) -> dict[str, Any]:
     dtype = engine_dtype(subject.config, options, backend)
-    data: dict[str, Any] = {"dtype": dtype, "device": options.device, "quant": options.quant}
+    device = "cuda" if backend.startswith("tensorrt") else options.device
+    data: dict[str, Any] = {"dtype": dtype, "device": device, "quant": options.quant}
+    data["runs_here"] = _runs_here(backend, device, options.target, machine)
     problems = requirements(backend, options.device, dtype, options.target)
     plan = plan_of(subject, options, backend)
     try:
@@ -98,13 +107,20 @@ def _engine(
         problems += _profiles(plan, subject, options, data)
         _predicted(examined, plan, machine, floor, out, problems, data)
         data["run"] = run_memory(
-            examined, plan, options.block_size, gpu_bytes or machine.gpu_bytes, machine.memory
-        )
+            examined, plan, options.block_size, gpu_bytes or machine.gpu_bytes, machine.memory,
+            data["activation_bytes"],
+        )  # fmt: skip
         problems += _room(data["run"], plan)
     except (InputError, BuildError) as error:
-        problems.append(Problem(str(error), "see above" if "\n" in str(error) else "change that"))
+        problems.append(Problem(str(error), ""))
     data["problems"] = [dataclasses.asdict(problem) for problem in problems]
     return data
+
+
+def _runs_here(backend: str, device: str, target: str, machine: Machine) -> bool:
+    if device == "cpu":
+        return True
+    return machine.gpu is not None and (backend != "tensorrt-rtx" or machine.capability == target)
 
 
 def _unsupported(subject: Subject, examined: Examined, plan: Plan) -> list[Problem]:
@@ -124,14 +140,14 @@ def _unsupported(subject: Subject, examined: Examined, plan: Plan) -> list[Probl
     check_workspace(examined.program, plan.limits, plan.backend)
     size = subject.spec.head_dim
     dense = not subject.spec.kv_lora_rank
-    if plan.backend.startswith("tensorrt") and dense and plan.dtype != "float32":
-        if size % 16 or size > 256:
-            problems.append(
-                Problem(
-                    f"head_dim {size}: TensorRT has fused attention for multiples of 16 up to 256",
-                    "build for inductor or onnxruntime, or with --dtype float32",
-                )
+    fused = plan.backend.startswith("tensorrt") and dense and plan.dtype != "float32"
+    if fused and (size % 16 or size > 256):
+        problems.append(
+            Problem(
+                f"head_dim {size}: TensorRT has fused attention for multiples of 16 up to 256",
+                "build for inductor or onnxruntime, or with --dtype float32",
             )
+        )
     return problems
 
 
@@ -159,7 +175,7 @@ def _predicted(
     data: dict[str, Any],
 ) -> None:
     activation = activation_bytes(examined.program, examined.inputs, plan)
-    prediction = predict(examined.facts, plan, floor, activation)
+    prediction = predict(examined.facts, plan, floor, activation, durations(plan.subject))
     free = free_disk(out)
     data |= {
         "facts": dataclasses.asdict(examined.facts),
@@ -179,6 +195,15 @@ def _predicted(
                 f"{gigabytes(machine.memory)} are free",
                 "build on a machine with more"
                 + (", or leave verification out (--no-verify)" if name == "verify" else ""),
+            )
+        )
+    on_gpu = max(step["device_bytes"] for step in prediction.steps.values())
+    if machine.gpu is not None and on_gpu > machine.gpu_bytes:
+        problems.append(
+            Problem(
+                f"the build will take {gigabytes(on_gpu)} of GPU memory; {machine.gpu} has "
+                f"{gigabytes(machine.gpu_bytes)}",
+                "use --quant, or build on a larger GPU",
             )
         )
     if prediction.disk_bytes > free:
@@ -202,7 +227,3 @@ def _room(run: dict[str, Any], plan: Plan) -> list[Problem]:
             "use --quant, a smaller --max-len, or a larger machine",
         )
     ]
-
-
-def gigabytes(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.0f} MiB"

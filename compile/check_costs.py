@@ -10,23 +10,24 @@ earlier builds where the cache folder remembers any.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from seekforge.compile.check_model import Facts
 from seekforge.compile.check_machine import resident_bytes
+from seekforge.compile.check_model import Facts
 from seekforge.compile.liveness import peak_bytes
 from seekforge.compile.quantise import TOKENS
-from seekforge.compile.steps import recall
 from seekforge.compile.workspace import padded_workspace
 from seekforge.models.spec import ModelSpec
 from seekforge.passes.kv_cache import GraphInput
 from seekforge.passes.program import Program
 from seekforge.runtime.manifest import Limits
+from seekforge.runtime.memory import CONTEXT
 
 MB = 1_000_000
 EXPORT_IMPORTS = 44 * MB  # what torch.export brings in
+TENSORRT_IMPORTS = 105 * MB
 EXPORTED = 27_000  # bytes a call of the exported graph
 BLOCK = 16
 ONNX_IMPORTS = 14 * MB
@@ -54,9 +55,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """steps: {name: {"seconds", "peak_bytes", "recorded"}} in order; recorded: the seconds are an
-    earlier build's. engine_bytes: the engine directory's; disk_bytes: the most that is on the disk
-    while it is built. activation_bytes: a step's temporary tensors, None where they are not said."""
+    """steps: {name: {"seconds", "peak_bytes", "device_bytes", "recorded"}} in order; recorded: the
+    seconds are an earlier build's; device_bytes: on a GPU. engine_bytes: of the engine directory;
+    disk_bytes: the most that is on the disk meanwhile. activation_bytes: a step's temporary
+    tensors, None where the backend does not say."""
 
     steps: dict[str, dict[str, Any]]
     engine_bytes: int
@@ -65,7 +67,8 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        return max(step["peak_bytes"] for step in self.steps.values())
+        most: int = max(step["peak_bytes"] for step in self.steps.values())
+        return most
 
     @property
     def seconds(self) -> float:
@@ -74,37 +77,39 @@ class Prediction:
 
 
 def subject(spec: ModelSpec, backend: str, device: str, dtype: str, int4: str | None) -> str:
-    return (
-        f"{spec.model_type} {spec.num_layers}x{spec.hidden_size} {dtype} {backend} {device}"
-        + (f" {int4}" if int4 else "")
+    return f"{spec.model_type} {spec.num_layers}x{spec.hidden_size} {dtype} {backend} {device}" + (
+        f" {int4}" if int4 else ""
     )
 
 
-def memory_floor() -> int:
+def memory_floor(backends: Sequence[str]) -> int:
     """Bytes that this process will hold before it exports anything: what it holds now, and the
-    modules that torch.export still has to bring in."""
+    modules that export and the backends still have to bring in."""
     imports = 0 if "torch._export.non_strict_utils" in sys.modules else EXPORT_IMPORTS
+    if "tensorrt-rtx" in backends and "tensorrt_rtx" not in sys.modules:
+        imports += TENSORRT_IMPORTS
     return resident_bytes() + imports
 
 
-def predict(facts: Facts, plan: Plan, floor: int, activation: int | None) -> Prediction:
-    """floor: `memory_floor` of the process that builds. activation: as in `Prediction`."""
+def predict(
+    facts: Facts, plan: Plan, floor: int, activation: int | None, known: Mapping[str, float]
+) -> Prediction:
+    """floor: `memory_floor` of the process that builds. activation: as in `Prediction`. known:
+    seconds of an earlier build, where there was one."""
     peaks, took = _peaks(facts, plan, floor), _seconds(facts, plan)
     steps = {}
     for name, peak in peaks.items():
-        known = recall(plan.subject, name)
-        seconds = took[name] if known is None else known
+        seconds = known.get(name, took[name])
         steps[name] = {
-            "seconds": round(seconds, 2), "peak_bytes": int(peak), "recorded": known is not None
+            "seconds": round(seconds, 2), "peak_bytes": int(peak), "recorded": name in known,
+            "device_bytes": _on_device(name, facts, plan),
         }  # fmt: skip
     engine = _engine(facts, plan)
     disk = engine + (facts.weights if plan.backend.startswith("tensorrt") else 0)
     return Prediction(steps, engine, disk, activation)
 
 
-def activation_bytes(
-    program: Program, inputs: Sequence[GraphInput], plan: Plan
-) -> int | None:
+def activation_bytes(program: Program, inputs: Sequence[GraphInput], plan: Plan) -> int | None:
     """Temporary tensors of a TensorRT engine's largest step, which it allocates once: those between
     layers, and those of the heaviest layer. None for other backends."""
     if not plan.backend.startswith("tensorrt"):
@@ -116,7 +121,10 @@ def activation_bytes(
         "blocks": blocks, "block_size": BLOCK,
     }  # fmt: skip
     inside = padded_workspace(program, limits, plan.backend).bytes
-    return inside + peak_bytes(program, inputs, sizes)
+    more = 3.6 * MB if plan.spec.kv_lora_rank else 0
+    if plan.int4 is None:
+        more += 0.7 * MB * plan.spec.num_moe_layers
+    return int(inside + more + peak_bytes(program, inputs, sizes))
 
 
 def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
@@ -128,12 +136,12 @@ def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
     peaks["weights"] = passed + facts.pieces
     after = passed + 5 * MB
     if plan.backend == "inductor":
-        peaks["compile"] = max(after, _compiler(facts))
+        peaks["compile"] = max(after, _compiler(facts, plan))
     else:
         after = peaks["ONNX"] = passed + ONNX_IMPORTS
     if plan.backend.startswith("tensorrt"):
         peaks[f"{plan.backend} build"] = passed + _tensorrt(facts)
-        after = passed + 122 * MB + 0.48 * facts.weights + 1.58 * MB * facts.nodes
+        after = passed + 122 * MB - TENSORRT_IMPORTS + 0.48 * facts.weights + 1.58 * MB * facts.nodes
         after += 10 * MB * facts.experts
     peaks["checksums"] = after + 3 * MB
     if plan.executed:
@@ -141,14 +149,23 @@ def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
     return peaks
 
 
-def _compiler(facts: Facts) -> float:
-    """The larger of AOTInductor's processes: torch copies the parameters, which are empty there."""
-    return 514 * MB + facts.weights + 0.35 * MB * facts.nodes
+def _compiler(facts: Facts, plan: Plan) -> float:
+    """The larger of AOTInductor's processes. torch clones the parameters, which are empty there and
+    take nothing until then; for a GPU they are on it."""
+    clones = facts.weights if plan.device == "cpu" else 0
+    return 514 * MB + clones + 0.35 * MB * facts.nodes
+
+
+def _on_device(step: str, facts: Facts, plan: Plan) -> int:
+    """Of the GPU's memory; the KV cache of `verify` takes what is left."""
+    if plan.device == "cpu" or step not in ("compile", "verify"):
+        return 0
+    return CONTEXT + facts.weights * (2 if step == "compile" else 1)
 
 
 def _tensorrt(facts: Facts) -> float:
     """The weights as parsed, as laid out and in the engine; its library; its graphs."""
-    return 213 * MB + 3.11 * facts.weights + 1.83 * MB * facts.nodes + 22.5 * MB * facts.experts
+    return 213 * MB - TENSORRT_IMPORTS + 3.11 * facts.weights + 1.83 * MB * facts.nodes + 22.5 * MB * facts.experts
 
 
 def _verify(facts: Facts, plan: Plan) -> float:
@@ -194,5 +211,5 @@ def _seconds(facts: Facts, plan: Plan) -> dict[str, float]:
         "ONNX": 0.1,
         f"{plan.backend} build": 1 + 0.05 * facts.nodes + 2.0 * facts.experts,
         "checksums": facts.weights / 1.5e9,
-        "verify": 1.2 + 3e-8 * plan.spec.parameters,
+        "verify": 1.2 + (7e-7 if plan.int4 else 3e-8) * plan.spec.parameters,
     }

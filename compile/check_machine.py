@@ -33,13 +33,13 @@ PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """what: is missing or does not fit; do: what to do about it."""
+    """what: is missing or does not fit; do: what to do about it, where `what` does not say it."""
 
     what: str
     do: str
 
     def __str__(self) -> str:
-        return f"{self.what}; {self.do}"
+        return f"{self.what}; {self.do}" if self.do else self.what
 
 
 @dataclass(frozen=True, slots=True)

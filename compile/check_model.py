@@ -214,9 +214,7 @@ def _stored(subject: Subject) -> Mapping[str, TensorInfo] | torch.dtype:
     return subject.checkpoint.tensors if subject.checkpoint else subject.stored_dtype
 
 
-def _largest(
-    program: Program, stored: Mapping[str, TensorInfo] | torch.dtype
-) -> dict[str, int]:
+def _largest(program: Program, stored: Mapping[str, TensorInfo] | torch.dtype) -> dict[str, int]:
     """embedding and pieces. The writer maps a stored tensor, converts it where the dtype differs,
     and still holds what it made of the one before."""
     most = before = largest = 0

@@ -1,10 +1,10 @@
-"""What a finished engine takes while it runs, and how many tokens its KV cache will have room for."""
+"""What a finished engine takes while it runs, and how many tokens its KV cache has room for."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from seekforge.compile.account import kv_token_bytes
 from seekforge.compile.check_costs import Plan
 from seekforge.compile.check_model import Examined
 from seekforge.compile.export import DTYPES
@@ -15,13 +15,18 @@ from seekforge.runtime.padded import CPU_POOL_BYTES, GPU_POOL_SHARE
 
 
 def run_memory(
-    examined: Examined, plan: Plan, block_size: int, gpu_bytes: int, host_bytes: int
+    examined: Examined,
+    plan: Plan,
+    block_size: int,
+    gpu_bytes: int,
+    host_bytes: int,
+    activation: int | None,
 ) -> dict[str, Any]:
     """Bytes: weights, workspace of the largest step, cache of a token; memory_bytes: of the device.
     kv_tokens: room for so many, None where the device's memory is not known; wanted_tokens: of
     max_batch sequences of full length; pool_tokens: what the runtime takes by default."""
     spec, limits = plan.spec, plan.limits
-    token = spec.num_layers * DTYPES[plan.dtype].itemsize * sum(map(math.prod, spec.kv_pools.values()))
+    token = kv_token_bytes(spec, DTYPES[plan.dtype])
     on_gpu = plan.device == "cuda" or plan.backend.startswith("tensorrt")
     total = gpu_bytes if on_gpu else host_bytes
     weights, workspace = examined.facts.weights, 0
@@ -30,7 +35,7 @@ def run_memory(
         workspace = max(steps.values())
         room = Budget.expected(total, weights, steps, limits.max_batch).kv
     else:
-        workspace = padded_workspace(examined.program, limits, plan.backend).bytes
+        workspace = activation or padded_workspace(examined.program, limits, plan.backend).bytes
         room = int((total - CONTEXT - weights - workspace) * GPU_POOL_SHARE)
     if not on_gpu:
         room = total - weights - workspace

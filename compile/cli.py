@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +61,19 @@ def _parser() -> argparse.ArgumentParser:
     build = verbs.add_parser("build", help="compile a checkpoint into engine directories")
     build.add_argument("checkpoint", help="checkpoint directory, .gguf file, or 'default'")
     build.add_argument("-o", "--out", type=Path, required=True, help="folder for the engines")
-    build.add_argument(
-        "--backend", action="append", metavar="NAME[,NAME…]",
-        help="inductor, onnxruntime, tensorrt-rtx, tensorrt; default: the first three",
-    )  # fmt: skip
-    build.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
-    build.add_argument("--device", default="cpu", help="cpu or cuda (inductor, onnxruntime)")
-    build.add_argument("--max-batch", type=int, default=8, help="sequences in one step")
-    build.add_argument(
-        "--max-len", type=int, help="tokens of a sequence (default: min(model, 2048))"
-    )
-    build.add_argument("--max-chunk", type=int, default=512, help="prefill tokens of one step")
-    build.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
-    build.add_argument("--target", default="8.9", help="compute capability for tensorrt-rtx")
-    build.add_argument("--quant", metavar="METHOD", help="rtn-int4 or awq-int4; default: none")
-    _int4_flags(build)
-    build.add_argument("--no-verify", action="store_true", help="skip the comparison with eager")
-    _json_flag(build)
+    _build_flags(build)
     build.set_defaults(run=_build)
+
+    check = verbs.add_parser("check", help="say beforehand whether a build will succeed, and how")
+    check.add_argument("checkpoint", help="what `build` takes, or a config.json alone")
+    check.add_argument("-o", "--out", type=Path, help="where the engines would be written")
+    check.add_argument("--gpu-memory", type=float, metavar="GIB", help="default: this GPU's")
+    check.add_argument(
+        "--outcomes", action="store_true",
+        help="CHECKPOINT is a folder of engines: what was predicted, and what then happened",
+    )  # fmt: skip
+    _build_flags(check)
+    check.set_defaults(run=_check)
 
     quantize = verbs.add_parser(
         "quantize", help="write an INT4 checkpoint in the AutoAWQ layout, and what it lost"
@@ -147,6 +142,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _build_flags(build: argparse.ArgumentParser) -> None:
+    build.add_argument(
+        "--backend", action="append", metavar="NAME[,NAME…]",
+        help="inductor, onnxruntime, tensorrt-rtx, tensorrt; default: the first three",
+    )  # fmt: skip
+    build.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    build.add_argument("--device", default="cpu", help="cpu or cuda (inductor, onnxruntime)")
+    build.add_argument("--max-batch", type=int, default=8, help="sequences in one step")
+    build.add_argument(
+        "--max-len", type=int, help="tokens of a sequence (default: min(model, 2048))"
+    )
+    build.add_argument("--max-chunk", type=int, default=512, help="prefill tokens of one step")
+    build.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
+    build.add_argument("--target", default="8.9", help="compute capability for tensorrt-rtx")
+    build.add_argument("--quant", metavar="METHOD", help="rtn-int4 or awq-int4; default: none")
+    _int4_flags(build)
+    build.add_argument("--no-verify", action="store_true", help="skip the comparison with eager")
+    _json_flag(build)
+
+
 def _int4_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calib", type=Path, help="text file or folder for awq-int4")
     parser.add_argument("--group-size", type=int, help="weights that share a scale (default: 128)")
@@ -188,6 +203,17 @@ def _print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, ensure_ascii=False))
 
 
+def _show(
+    args: argparse.Namespace, data: Any, text: Callable[[Any], str], passed: bool = True
+) -> int:
+    """Prints `data` as JSON or as text; returns the exit code."""
+    if args.json:
+        _print_json(data.to_dict() if hasattr(data, "to_dict") else data)
+    else:
+        print(text(data))
+    return 0 if passed else 1
+
+
 def _export(args: argparse.Namespace) -> int:
     from seekforge.compile.export_report import write_graphs
     from seekforge.models.default import resolve_checkpoint
@@ -197,32 +223,44 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _build(args: argparse.Namespace) -> int:
-    from seekforge.compile.build import Options, build
-    from seekforge.models.default import resolve_checkpoint
+def _options(args: argparse.Namespace) -> Any:
+    from seekforge.compile.options import Options
 
     given = [name for value in args.backend or [] for name in value.replace(" ", ",").split(",")]
     backends = tuple(name for name in dict.fromkeys(given) if name) or Options().backends
-    options = Options(
+    same = ("dtype", "device", "max_batch", "max_len", "max_chunk", "block_size", "target", "quant")
+    return Options(
         backends=backends,
-        dtype=args.dtype,
-        device=args.device,
-        max_batch=args.max_batch,
-        max_len=args.max_len,
-        max_chunk=args.max_chunk,
-        block_size=args.block_size,
-        target=args.target,
         verify=not args.no_verify,
-        quant=args.quant,
         calib=args.calib,
         int4=_int4_options(args),
+        **{name: getattr(args, name) for name in same},
     )
-    engines = build(resolve_checkpoint(args.checkpoint), args.out, options)
+
+
+def _build(args: argparse.Namespace) -> int:
+    from seekforge.compile.build import build
+    from seekforge.models.default import resolve_checkpoint
+
+    engines = build(resolve_checkpoint(args.checkpoint), args.out, _options(args))
     if args.json:
         _print_json([str(engine) for engine in engines])
     else:
         print("\n".join(map(str, engines)))
     return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from seekforge.compile.check import check, resolve_subject
+    from seekforge.compile.check_outcomes import format_outcomes, outcomes
+    from seekforge.compile.check_text import format_check
+
+    if args.outcomes:
+        rows = outcomes(Path(args.checkpoint))
+        return _show(args, rows, format_outcomes)
+    gpu = None if args.gpu_memory is None else int(args.gpu_memory * 2**30)
+    report = check(resolve_subject(args.checkpoint), _options(args), args.out, gpu)
+    return _show(args, report, format_check, report["ok"])
 
 
 def _quantize(args: argparse.Namespace) -> int:
@@ -235,11 +273,7 @@ def _quantize(args: argparse.Namespace) -> int:
         resolve_checkpoint(args.checkpoint), args.out, args.quant, _int4_options(args), args.calib,
         text, args.text_tokens,
     )  # fmt: skip
-    if args.json:
-        _print_json(report)
-    else:
-        print(format_report(report))
-    return 0
+    return _show(args, report, format_report)
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -254,22 +288,13 @@ def _compare(args: argparse.Namespace) -> int:
     result = compare(
         _runnable(args.engines), _checkpoint(args), prompts, args.max_tokens, text, args.text_tokens
     )
-    if args.json:
-        _print_json(result.to_dict())
-    else:
-        print(format_table(result))
-    return 0 if result.passed else 1
+    return _show(args, result, format_table, result.passed)
 
 
 def _inspect(args: argparse.Namespace) -> int:
     from seekforge.compile.inspect import describe, format_description
 
-    described = describe(args.path, args.graph)
-    if args.json:
-        _print_json(described)
-    else:
-        print(format_description(described))
-    return 0
+    return _show(args, describe(args.path, args.graph), format_description)
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-import seekforge.kernels.rope_paged_attention  # noqa: F401: the worker loads graphs that call it
+import seekforge.kernels.rope_paged_attention  # noqa: F401  (the worker loads graphs that call it)
 from seekforge.compile.failures_inductor import inductor_failure
 from seekforge.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from seekforge.kernels.gemv import gemv, in_memory, int4_gemv, one_token_int4_linear

@@ -34,7 +34,7 @@ class Steps:
     def step(self, name: str, detail: str = "") -> Iterator[None]:
         """Shows `name`, elapsed and expected seconds while the body runs, then one line."""
         self.running = name
-        expected = recall(self.subject, name)
+        expected = durations(self.subject).get(name)
         hint = f" (expected {expected:.0f} s)" if expected and expected >= 1 else ""
         _reset_peak()
         children = _children_peak()
@@ -53,7 +53,7 @@ class Steps:
         if _children_peak() != children:  # a process of this step was the largest so far
             peak = max(peak, _children_peak())
         self.done.append({"name": name, "seconds": round(seconds, 3), "peak_bytes": peak})
-        remember(self.subject, name, seconds)
+        _remember(self.subject, name, seconds)
         self.console.print(
             f"  {name:<34} {seconds:7.1f} s   peak {peak / 2**30:5.2f} GiB   {detail}".rstrip(),
             highlight=False,
@@ -88,15 +88,16 @@ def _durations_file() -> Path:
     return cache_folder().parent / "durations.json"
 
 
-def recall(subject: str, name: str) -> float | None:
+def durations(subject: str) -> dict[str, float]:
+    """Seconds that each step took in the last build of `subject`; empty where none is known."""
     try:
-        seconds = json.loads(_durations_file().read_text())[subject][name]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return float(seconds)
+        known = json.loads(_durations_file().read_text())[subject]
+        return {name: float(seconds) for name, seconds in known.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
-def remember(subject: str, name: str, seconds: float) -> None:
+def _remember(subject: str, name: str, seconds: float) -> None:
     path = _durations_file()
     try:
         known = json.loads(path.read_text())

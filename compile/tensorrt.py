@@ -19,6 +19,7 @@ from seekforge.compile.failures import worded
 from seekforge.compile.onnx_nodes import OnnxNodes
 from seekforge.compile.tensorrt_layers import (
     CompiledLayer,
+    activation_bytes,
     compiled_layers,
     layer_counts,
     unfused_attention,
@@ -118,7 +119,10 @@ def build_tensorrt(
         inputs=_specs(network.inputs, nodes),
         outputs=_specs(network.outputs, nodes),
         profiles=tuple(profiles),
-        layers=layer_counts(network.layer_types, compiled, attention, len(profiles)),
+        layers={
+            **layer_counts(network.layer_types, compiled, attention, len(profiles)),
+            "activation_bytes": activation_bytes(text for _, text in log.messages),
+        },
         compiled=tuple(compiled),
         warnings=tuple(warnings),
         seconds=time.monotonic() - start,

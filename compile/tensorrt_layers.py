@@ -18,6 +18,7 @@ _LAYER = re.compile(
 )
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=\[ONNX Layer: |$)")
 _GROUP = re.compile(r"_myl(\d+)_\d+$")  # compiled subgraph and position within it
+_ACTIVATION = re.compile(r"Total Activation Memory: (\d+)")
 HEADING = "Layers:"
 
 
@@ -55,6 +56,12 @@ def compiled_layers(messages: Iterable[str], num_profiles: int) -> list[Compiled
         nodes = parse_nodes(match["nodes"])
         layers.append(CompiledLayer(profile, match["name"], match["kind"], nodes))
     return layers
+
+
+def activation_bytes(messages: Iterable[str]) -> list[int]:
+    """What the temporary tensors of a step take on the GPU, for each profile."""
+    found = (_ACTIVATION.search(text) for text in messages)
+    return [int(match[1]) for match in found if match]
 
 
 def unfused_attention(

@@ -32,7 +32,7 @@ from seekforge.kernels.tuning import Config, overlaps_launches, prefill_config
 
 # What the CUDA kernel is for: below, Triton's is as fast or faster (256 tokens 8.5 us instead of
 # 13.2; at 1,024 they are equal, at 4,096 it is 268 instead of 314, in blocks of 16 instead of 434).
-HOPPER_TOKENS, HOPPER_BLOCK = 1024, 16
+HOPPER_TOKENS, HOPPER_BLOCKS = 1024, range(16, 129)
 
 
 @jit
@@ -230,6 +230,6 @@ def paged_prefill(
 ) -> None:  # fmt: skip
     """The same by whichever kernel is faster here; with a configuration by Triton's."""
     given = (q, k_pool, v_pool, block_tables, context_lens, query_start, scale, y, least)
-    small = q.shape[0] < HOPPER_TOKENS or k_pool.shape[1] < HOPPER_BLOCK
+    small = q.shape[0] < HOPPER_TOKENS or k_pool.shape[1] not in HOPPER_BLOCKS
     if config is not None or small or not paged_prefill_hopper(*given):
         paged_prefill_triton(*given, config)

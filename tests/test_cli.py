@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from seekforge.compile.cli import main
-from seekforge.runtime.manifest import MANIFEST_NAME
+from seekforge.runtime.manifest import FORMAT_VERSION, MANIFEST_NAME
 
 Checkpoint = Callable[..., Path]
 Engine = Callable[..., Path]
@@ -141,7 +141,8 @@ def test_bad_engines(
     assert "temperature" in refusal(capsys, "generate", engine, "hi", "--temperature", "-1")
     older = tmp_path / "older"
     shutil.copytree(engine, older)
-    text = (older / MANIFEST_NAME).read_text().replace('"format_version": 2', '"format_version": 0')
+    version = f'"format_version": {FORMAT_VERSION}'
+    text = (older / MANIFEST_NAME).read_text().replace(version, '"format_version": 0')
     (older / MANIFEST_NAME).write_text(text)
     message = refusal(capsys, "generate", older, "hi")
     assert "version 0" in message and "seekforge build" in message

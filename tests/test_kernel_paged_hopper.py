@@ -51,7 +51,7 @@ PREFILLS = [  # (past, new) of each sequence, block size, heads, KV heads, dtype
     ([(0, 300)], 64, 32, 8, torch.bfloat16),
     ([(130, 77), (5, 2), (0, 40), (300, 9)], 64, 14, 2, torch.bfloat16),
     ([(513, 200), (0, 31)], 128, 8, 1, torch.float16),
-    ([(100, 1500), (0, 0), (64, 64)], 256, 24, 8, torch.float16),
+    ([(100, 1500), (0, 0), (64, 64)], 128, 24, 8, torch.float16),
     ([(100, 500)], 16, 4, 4, torch.bfloat16),
 ]
 
@@ -156,6 +156,7 @@ def test_alignment_is_that_of_bulk_copies() -> None:
         (4096, 16, True, False, []),
         (1023, 64, True, False, ["triton"]),
         (4096, 8, True, False, ["triton"]),
+        (4096, 256, True, False, ["triton"]),
         (4096, 64, False, False, ["triton"]),
         (4096, 64, True, True, ["triton"]),
     ],
