@@ -68,11 +68,14 @@ def write_awq(
         )
     index: dict[str, str] = {}
     total = 0
-    for number, shard in enumerate(_shards(checkpoint, source, fits, symmetric)):
-        name = f"model-{number + 1:05}.safetensors"
+    files: list[str] = []
+    for shard in _shards(checkpoint, source, fits, symmetric):
+        name = f"model-{len(files) + 1:05}.safetensors"
+        files.append(name)
         save_file(shard, out / name, {"format": "pt"})
         index |= dict.fromkeys(shard, name)
         total += sum(tensor.nbytes for tensor in shard.values())
+        del shard  # before the next one is made
     (out / INDEX_FILE).write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
     )

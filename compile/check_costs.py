@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
 from seekforge.compile.check_machine import resident_bytes
 from seekforge.compile.check_model import Facts
 from seekforge.compile.liveness import peak_bytes
@@ -121,10 +123,20 @@ def activation_bytes(program: Program, inputs: Sequence[GraphInput], plan: Plan)
         "blocks": blocks, "block_size": BLOCK,
     }  # fmt: skip
     inside = padded_workspace(program, limits, plan.backend).bytes
-    more = 3.6 * MB if plan.spec.kv_lora_rank else 0
+    spec = plan.spec
+    more = 3.6 * MB if spec.kv_lora_rank else 0 if spec.num_moe_layers else 2 * MB
     if plan.int4 is None:
         more += 0.7 * MB * plan.spec.num_moe_layers
-    return int(inside + more + peak_bytes(program, inputs, sizes))
+    return int(inside + more + peak_bytes(_without_caches(program), inputs, sizes))
+
+
+def _without_caches(program: Program) -> Program:
+    """The logits alone: new keys and values go to memory of the caller's."""
+    graph = fx.Graph()
+    logits, *_ = graph.graph_copy(program.graph, {})  # type: ignore[misc]
+    graph.output((logits,))
+    module = fx.GraphModule(program.graph_module, graph)
+    return Program(module, program.weights, program.constants)
 
 
 def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
@@ -132,7 +144,8 @@ def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
     peaks: dict[str, float] = {"export": floor + EXPORTED * facts.exported}
     passed = peaks["passes"] = peaks["export"] + 4 * MB
     if plan.int4 == "awq-int4":
-        peaks["calibration"] = passed + _calibration(facts, plan)
+        peaks["calibration"] = passed + _calibration(plan)
+        passed += 0.75 * _calibration(plan)  # not all of it is given back
     peaks["weights"] = passed + facts.pieces
     after = passed + 5 * MB
     if plan.backend == "inductor":
@@ -141,7 +154,7 @@ def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
         after = peaks["ONNX"] = passed + ONNX_IMPORTS
     if plan.backend.startswith("tensorrt"):
         peaks[f"{plan.backend} build"] = passed + _tensorrt(facts)
-        after = passed + 122 * MB - TENSORRT_IMPORTS + 0.48 * facts.weights + 1.58 * MB * facts.nodes
+        after = passed + 17 * MB + 0.48 * facts.weights + 1.58 * MB * facts.nodes
         after += 10 * MB * facts.experts
     peaks["checksums"] = after + 3 * MB
     if plan.executed:
@@ -165,23 +178,24 @@ def _on_device(step: str, facts: Facts, plan: Plan) -> int:
 
 def _tensorrt(facts: Facts) -> float:
     """The weights as parsed, as laid out and in the engine; its library; its graphs."""
-    return 213 * MB - TENSORRT_IMPORTS + 3.11 * facts.weights + 1.83 * MB * facts.nodes + 22.5 * MB * facts.experts
+    graphs = 1.83 * MB * facts.nodes + 22.5 * MB * facts.experts
+    return 108 * MB + 3.11 * facts.weights + graphs
 
 
 def _verify(facts: Facts, plan: Plan) -> float:
-    """Eager in fp32 and, for lower dtypes, in those; the engine's weights, of which ONNX Runtime
-    packs most a second time."""
+    """Eager in fp32 and, for lower dtypes, in those, with INT4 weights decoded on the way; the
+    engine's weights, of which ONNX Runtime packs most a second time."""
     full = plan.dtype == "float32"
-    eager = 4 * plan.spec.parameters * (1.0 if full else 1.3)
+    eager = 4 * plan.spec.parameters * ((1.0 if full else 1.3) + (0.6 if plan.int4 else 0))
     if plan.backend == "inductor":
         return 30 * MB + eager + 0.8 * facts.weights
     return 45 * MB + eager + (1.72 if full else 3.5) * facts.weights
 
 
-def _calibration(facts: Facts, plan: Plan) -> float:
+def _calibration(plan: Plan) -> float:
     """Hidden states of all tokens, before and after a layer; that layer's weights in fp32."""
     layer = 4 * plan.spec.parameters / plan.spec.num_layers
-    return 3 * 4 * TOKENS * plan.spec.hidden_size + 4 * layer
+    return 30 * MB + 3 * 4 * TOKENS * plan.spec.hidden_size + 4 * layer
 
 
 def _engine(facts: Facts, plan: Plan) -> int:
@@ -205,7 +219,7 @@ def _seconds(facts: Facts, plan: Plan) -> dict[str, float]:
     return {
         "export": 0.6 + 0.0033 * facts.exported,
         "passes": 0.2 + 0.0012 * facts.exported,
-        "calibration": 1.2e-6 * plan.spec.parameters,
+        "calibration": 1.5e-6 * plan.spec.parameters,
         "weights": weights,
         "compile": 15 + 0.12 * facts.nodes + facts.weights / 30e6,
         "ONNX": 0.1,
