@@ -82,7 +82,7 @@ def moe_int4_plain_triton(
         plain_product_kernel[(-(-q.shape[1] // 64), tiles.shape[0])](
             a, pairs, tiles, weights, q, scales, scales if zeros is None else zeros, out, top_k,
             ROWS=q.shape[1], BYTES=q.shape[2], GROUP=2 * q.shape[2] // scales.shape[-1],
-            ZEROS=zeros is not None, FIRST=first, BLOCK_M=tile, BLOCK_N=64, BLOCK_K=32, num_warps=4,
+            ZEROS=zeros is not None, FIRST=first, BLOCK_M=tile, BLOCK_N=64, BLOCK_K=32, num_warps=2,
         )  # fmt: skip
         return out
 
