@@ -1,8 +1,9 @@
 """The program `seekforge`: one verb for each stage, in pipeline order.
 
 export -> check -> build, quantize -> compare -> inspect -> generate -> bench. Each verb that writes
-prints the path it wrote; long steps show progress on stderr; --json prints one JSON document on stdout.
-Exit code 2: the input can't be served as given; 1: a step failed or a comparison did not pass.
+prints the path it wrote; long steps show progress on stderr; --json prints one JSON document on
+stdout. Exit code 2: the input can't be served as given; 1: a step failed or a comparison did not
+pass.
 """
 
 from __future__ import annotations
