@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import few_tokens
 from torch import Tensor
 
 from seekforge.kernels import int4_gemm_plan, int4_layout
@@ -20,7 +21,7 @@ from seekforge.kernels.int4_gemm_dense import decode_weight
 from seekforge.kernels.int4_gemm_hopper import Many
 from seekforge.kernels.int4_gemm_merge import merge_parts
 from seekforge.kernels.int4_gemm_plan import DEFAULT, Plan, as_plan, plan
-from seekforge.kernels.int4_gemv import Few, few_tokens_kernel
+from seekforge.kernels.int4_gemv import Few
 from seekforge.kernels.int4_layout import readable, supports
 from seekforge.kernels.int4_linear import int4_linear_planned, int4_linear_triton
 from seekforge.kernels.tolerance import assert_close
@@ -194,34 +195,12 @@ def test_rows_of_the_file_are_plans() -> None:
     assert not rows or math.inf in [row["rows"] or math.inf for row in rows], "no row for many rows"
 
 
-def ptx(dtype: str, group_size: int) -> str:
-    """few_tokens_kernel compiled for Hopper."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    flags = {"GROUP": group_size, "BLOCK_M": 1, "BLOCK_N": 16, "ROW_WARPS": 1, "K_WARPS": 8}
-    flags |= {"UNROLL": 1, "PREFETCH": False, "ZEROS": True, "BIAS": True, "EVEN": True}
-    flags |= {"SPLIT": False}
-    function: Any = few_tokens_kernel
-    types = {"x": "*i64", "qweight": "*i16", "zeros": "*u8", "parts": "*fp32"}
-    types |= dict.fromkeys(("scales", "bias", "y"), f"*{dtype}") | dict.fromkeys(flags, "constexpr")
-    names = function.arg_names
-    source = GluonASTSource(
-        function,
-        {name: types.get(name, "i32") for name in names},
-        {(names.index(name),): value for name, value in flags.items()},
-        {(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in flags},
-    )
-    return str(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 8}).asm["ptx"])
-
-
 def test_compiled_without_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads of 16 bytes; weights take no way through shared memory between load and product."""
     pytest.importorskip("triton.experimental.gluon", reason="Triton without Gluon")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the interpreter replaces the language
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        done = list(process.map(ptx, ("bf16", "fp16"), (128, 64)))
+        done = list(process.map(few_tokens, ("bf16", "fp16"), (128, 64)))
     for code in done:
         assert code.count("mma.sync") == 8
         assert "ld.global.v4.b32" in code and "ldmatrix" not in code

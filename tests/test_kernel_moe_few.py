@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import pytest
 import torch
+from compiled import few_experts
+from test_kernel_moe_triton import draw, exact, packed, run_int4
 
 from seekforge.kernels.int4 import dequantise
 from seekforge.kernels.moe_config import FewConfig
-from seekforge.kernels.moe_int4_few import down_few_kernel, gate_up_few_kernel, reads
+from seekforge.kernels.moe_int4_few import reads
 from seekforge.kernels.tolerance import assert_close
-from tests.test_kernel_moe_triton import draw, exact, packed, run_int4
 
 APART = FewConfig(0, 16, 1, 4, 2, 16, 1, 8, 3)
 WIDE = FewConfig(0, 64, 2, 2, 4, 32, 2, 4, 1)
@@ -58,37 +58,13 @@ def test_groups_of_64_are_for_the_others(kernel_device: str, config: FewConfig) 
     assert_close(run_int4(given, gate_up, down, 64, config), right, f"{config}")
 
 
-def ptx(second: bool, half: str, tiles: bool) -> str:
-    """A kernel compiled for Hopper."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    function: Any = down_few_kernel if second else gate_up_few_kernel
-    flags: dict[str, Any] = {"HIDDEN": 512, "INTERMEDIATE": 384, "GROUP": 128, "TOP_K": 2}
-    flags |= {"ZEROS": False, "BF16": half == "bf16", "SORTED": tiles, "BLOCK_M": 8 if tiles else 1}
-    flags |= {"BLOCK_N": 16, "ROW_WARPS": 1, "K_WARPS": 4, "UNROLL": 1}
-    types = {"x": "*i64", "qweight": "*i16", "scales": f"*{half}", "zeros": "*u8"}
-    types |= {"inner": "*i64" if second else "*bf16", "weights": "*fp32", "indices": "*i64"}
-    types |= {"pairs": "*i32", "tiles": "*i32", "y": "*fp32" if tiles else f"*{half}"}
-    types |= {"plane": "i32"} | dict.fromkeys(flags, "constexpr")
-    names = function.arg_names
-    source = GluonASTSource(
-        function,
-        {name: types[name] for name in names},
-        {(names.index(name),): value for name, value in flags.items()},
-        {(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in flags},
-    )
-    return str(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4}).asm["ptx"])
-
-
 def test_compiled_without_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads of 16 bytes; weights take no way through shared memory between load and product."""
     pytest.importorskip("triton.experimental.gluon", reason="Triton without Gluon")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the interpreter replaces the language
     cases = [(False, "bf16", True), (True, "fp16", True), (False, "fp16", False)]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        first, second, apart = process.map(ptx, *zip(*cases, strict=True))
+        first, second, apart = process.map(few_experts, *zip(*cases, strict=True))
     assert first.count("mma.sync") == 16 and apart.count("mma.sync") == 16
     assert second.count("mma.sync") == 16  # two planes
     for code in (first, second, apart):
