@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_kernel_moe_experts import in_fp64
 from torch import Tensor
 
 from seekforge.kernels.int4 import Int4, dequantise, quantise
@@ -17,7 +18,6 @@ from seekforge.kernels.moe_experts import moe_experts_triton
 from seekforge.kernels.moe_route import moe_route_reference, moe_route_triton
 from seekforge.kernels.moe_tiles import moe_tiles_triton
 from seekforge.kernels.tolerance import assert_close
-from tests.test_kernel_moe_experts import in_fp64
 
 E, K = 7, 3
 run: Any = moe_experts_triton  # called with tuples of tensors

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from test_runtime_graphs import assert_same, serve
 
 from seekforge.compile.build import Options, build
 from seekforge.runtime import weights
 from seekforge.runtime.inductor import WEIGHTS_NAME
 from seekforge.runtime.llm import LLM
 from seekforge.runtime.session import Chunk
-from tests.test_runtime_graphs import assert_same, serve
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_runtime_llm import manifest_for
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -24,7 +25,6 @@ from seekforge.runtime.llm import LLM
 from seekforge.runtime.manifest import KVLayout, Limits
 from seekforge.runtime.sampling import SamplingParams
 from seekforge.runtime.session import Chunk, ragged_inputs
-from tests.test_runtime_llm import manifest_for
 
 BLOCK, MAX_LEN, MAX_BATCH = 4, 64, 6
 Served = tuple[dict[int, list[int]], set[int]]  # tokens by request, and which were aborted

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from test_runtime_llm import manifest_for
 
 from seekforge.compile.inspect import _format_engine
 from seekforge.compile.liveness import peak_bytes, step_bytes
@@ -14,7 +15,6 @@ from seekforge.passes.pipeline import run_pipeline
 from seekforge.runtime.graphs import ladder
 from seekforge.runtime.manifest import FileEntry, Limits
 from seekforge.runtime.memory import CONTEXT, GRAPH_BYTES, SLACK, Budget
-from tests.test_runtime_llm import manifest_for
 
 GIB = 1 << 30
 
