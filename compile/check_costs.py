@@ -3,7 +3,7 @@
 In: `Facts` of the model and a `Plan` of one engine. Out: a `Prediction`; the manifest keeps it
 beside what then happened (`seekforge check --outcomes`). The constants are fits to some thirty
 builds of models with 2 to 30 layers, dense and with experts, on 2 CPU cores, torch 2.13, ONNX
-Runtime 1.32, TensorRT-RTX 1.7; memory was within 8 % there (docs/check.md). Times are those of
+Runtime 1.32, TensorRT-RTX 1.7; how good they are is in docs/check.md. Times are those of
 earlier builds where the cache folder remembers any.
 """
 
@@ -57,10 +57,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """steps: {name: {"seconds", "peak_bytes", "device_bytes", "recorded"}} in order; recorded: the
-    seconds are an earlier build's; device_bytes: on a GPU. engine_bytes: of the engine directory;
-    disk_bytes: the most that is on the disk meanwhile. activation_bytes: a step's temporary
-    tensors, None where the backend does not say."""
+    """steps: {name: {"seconds", "peak_bytes", "device_bytes", "recorded", "settled_bytes"}} in
+    order. recorded: the seconds are an earlier build's; device_bytes: on a GPU; settled_bytes: the
+    peak of a verification that fp64 has to settle, None for other steps.
+
+    engine_bytes: of the engine directory; disk_bytes: the most that is on the disk meanwhile.
+    activation_bytes: a step's temporary tensors, None where the backend does not say."""
 
     steps: dict[str, dict[str, Any]]
     engine_bytes: int
@@ -102,9 +104,11 @@ def predict(
     steps = {}
     for name, peak in peaks.items():
         seconds = known.get(name, took[name])
+        settled = name == "verify" and plan.dtype == "float32"
         steps[name] = {
             "seconds": round(seconds, 2), "peak_bytes": int(peak), "recorded": name in known,
             "device_bytes": _on_device(name, facts, plan),
+            "settled_bytes": settled_bytes(int(peak), facts, plan) if settled else None,
         }  # fmt: skip
     engine = _engine(facts, plan)
     disk = engine + (facts.weights if plan.backend.startswith("tensorrt") else 0)
@@ -154,12 +158,18 @@ def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
         after = peaks["ONNX"] = passed + ONNX_IMPORTS
     if plan.backend.startswith("tensorrt"):
         peaks[f"{plan.backend} build"] = passed + _tensorrt(facts)
-        after = passed + 17 * MB + 0.48 * facts.weights + 1.58 * MB * facts.nodes
-        after += 10 * MB * facts.experts
+        after = passed + 11 * MB + 0.62 * facts.weights + 1.7 * MB * facts.nodes
+        after += 4.8 * MB * facts.experts
     peaks["checksums"] = after + 3 * MB
     if plan.executed:
         peaks["verify"] = after + _verify(facts, plan)
     return peaks
+
+
+def settled_bytes(verify: int, facts: Facts, plan: Plan) -> int:
+    """Peak of a verification, `verify` as predicted, in which fp64 settles whether an fp32 engine
+    is right: that happens where weights are so large that fp32 eager itself is uncertain."""
+    return int(verify - _verify(facts, plan) + 45 * MB + 16 * plan.spec.parameters)
 
 
 def _compiler(facts: Facts, plan: Plan) -> float:

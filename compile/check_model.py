@@ -230,8 +230,9 @@ def _largest(program: Program, stored: Mapping[str, TensorInfo] | torch.dtype) -
         read = target
         if not isinstance(stored, torch.dtype):
             read = max(stored[name].nbytes for name in weight.sources)
-        most = max(most, before + read + (0 if read == target else target))
-        before = target
+        made = 0 if read == target else target  # else the mapped tensor itself is written
+        most = max(most, before + read + made)
+        before = made
     return {"embedding": largest, "pieces": most}
 
 

@@ -54,6 +54,8 @@ def _build(engine: dict[str, Any]) -> list[str]:
     lines = [f"  {'step':<22}{'memory':>12}{'seconds':>10}"]
     for name, step in engine["steps"].items():
         source = "" if step["recorded"] else " (default)"
+        if step["settled_bytes"]:
+            source += f"   {gigabytes(step['settled_bytes'])} if fp64 must settle it"
         gpu = f"   {gigabytes(step['device_bytes'])} on the GPU" if step["device_bytes"] else ""
         lines.append(
             f"  {name:<22}{gigabytes(step['peak_bytes']):>12}{step['seconds']:>10.1f}{source}{gpu}"
