@@ -115,9 +115,9 @@ def calibrate(
     """Calibrates every decoder layer. windows: token ids, each window by itself from position 0.
 
     group_sizes: group size by the name of each stored tensor that will be INT4. dtype: of the
-    engine, so of the scales. folder: existing; takes one file a
-    layer with its weights rounded with error feedback (compile/awq_feedback.py), needed as long as
-    the result is used. None: every weight is rounded for itself.
+    engine, so of the scales. folder: existing; takes one file a layer with its weights rounded with
+    error feedback (compile/awq_feedback.py), needed as long as the result is used. None: every
+    weight is rounded for itself.
     """
     module = make_exportable(build_module(checkpoint.config, torch.float32))
     model: Any = module.model

@@ -38,17 +38,19 @@ def kv_write_reference(
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Scales as above; None for plain pools."""
-    kept = slot_mapping >= 0  # -1 would index the last slot of the last block
-    slots = slot_mapping[kept]
-    for x, pool, scale in ((k[kept], k_pool, k_scale), (v[kept], v_pool, v_scale)):
+    # -1 would index the last slot of the last block: padded rows must not touch live data.
+    if bool((slot_mapping < 0).any()):
+        kept = slot_mapping >= 0
+        k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
+    for x, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
         if scale is not None:
             x, scales = quantise_heads(x, pool.dtype, scale)
             if pool.dtype == torch.int8:
-                scale.view(-1, scale.shape[-1]).index_copy_(0, slots, scales)
+                scale.view(-1, scale.shape[-1]).index_copy_(0, slot_mapping, scales)
         if pool.dtype == torch.float8_e4m3fn:  # bytes: index_copy_ has no FP8 form
             x, pool = x.view(torch.uint8), pool.view(torch.uint8)
-        # view, not flatten: flatten would copy a pool with gaps between its blocks.
-        pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, x)
+        # view, not flatten: flatten would copy a pool with gaps between its blocks and lose writes.
+        pool.view(-1, *pool.shape[2:]).index_copy_(0, slot_mapping, x)
 
 
 @jit

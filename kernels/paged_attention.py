@@ -24,21 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from seekforge.kernels.kv_write import kv_write_triton
+from seekforge.kernels.kv_write import kv_write_reference, kv_write_triton
 from seekforge.kernels.ops import register
 from seekforge.kernels.paged_decode import paged_decode_triton
 from seekforge.kernels.paged_prefill import paged_prefill
-
-
-def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:
-    """Writes k and v into the pools at slot_mapping; tokens with a negative slot are dropped."""
-    # -1 would index the last slot of the last block: padded rows must not touch live data.
-    if bool((slot_mapping < 0).any()):
-        kept = slot_mapping >= 0
-        k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
-    # view, not flatten: flatten would copy a pool with gaps between its blocks and lose the writes.
-    k_pool.view(-1, *k_pool.shape[2:]).index_copy_(0, slot_mapping, k)
-    v_pool.view(-1, *v_pool.shape[2:]).index_copy_(0, slot_mapping, v)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -63,7 +52,7 @@ def paged_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor,
     block_tables: Tensor, context_lens: Tensor, query_start: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    write_kv(k, v, k_pool, v_pool, slot_mapping)
+    kv_write_reference(k, v, k_pool, v_pool, slot_mapping)
     starts, contexts = query_start.tolist(), context_lens.tolist()
     counts = [end - start for start, end in pairwise(starts)]
     block_size = k_pool.shape[1]

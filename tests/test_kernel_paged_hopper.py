@@ -52,6 +52,7 @@ PREFILLS = [  # (past, new) of each sequence, block size, heads, KV heads, dtype
     ([(130, 77), (5, 2), (0, 40), (300, 9)], 64, 14, 2, torch.bfloat16),
     ([(513, 200), (0, 31)], 128, 8, 1, torch.float16),
     ([(100, 1500), (0, 0), (64, 64)], 128, 24, 8, torch.float16),
+    ([(100, 1500), (0, 0), (64, 64)], 256, 24, 8, torch.float16),
     ([(100, 500)], 16, 4, 4, torch.bfloat16),
 ]
 

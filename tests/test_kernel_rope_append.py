@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from seekforge.kernels.kv_write import kv_write_reference, kv_write_triton
-from seekforge.kernels.paged_attention import write_kv
 from seekforge.kernels.rope_append import rope_append_reference, rope_append_triton
 
 T, BLOCKS, MAX_LEN = 5, 6, 40
@@ -111,7 +110,7 @@ def test_inputs_are_left_alone_and_read_in_place(kernel_device: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_write_alone(kernel_device: str, kind: str) -> None:
-    """kv_write's kernel against its reference, and that against paged_attention's."""
+    """kv_write's kernel against its reference, and that against writing token by token."""
     case = draw(2, 3, 20, 24, 4, device=kernel_device, kind=kind)
     ours, right = arguments(case), arguments(case)
     kv_write_triton(*ours[1:3], *ours[6:9], *ours[10:])  # type: ignore[arg-type]
@@ -121,5 +120,8 @@ def test_write_alone(kernel_device: str, kind: str) -> None:
     assert not same(ours[6], case.pools[0])  # type: ignore[arg-type]
     if kind == "plain":
         plain = arguments(case)
-        write_kv(*plain[1:3], *plain[6:9])  # type: ignore[arg-type]
+        for token, slot in enumerate(case.slots.tolist()):
+            if slot >= 0:
+                for new, pool in ((case.k, plain[6]), (case.v, plain[7])):
+                    pool.flatten(0, 1)[slot] = new[token]  # type: ignore[attr-defined]
         assert same(plain[6], right[6]) and same(plain[7], right[7])  # type: ignore[arg-type]
