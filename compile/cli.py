@@ -9,17 +9,16 @@ pass.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from seekforge.kernels.errors import InputError, SeekforgeError
+from seekforge.compile import verbs
+from seekforge.kernels.errors import SeekforgeError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,22 +49,24 @@ def _parser() -> argparse.ArgumentParser:
         prog="seekforge",
         description="Compiles Hugging Face checkpoints into engines; proves they equal eager.",
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    commands = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    export = verbs.add_parser("export", help="show the graph before and after the passes")
+    export = commands.add_parser("export", help="show the graph before and after the passes")
     export.add_argument("checkpoint", help="checkpoint directory, .gguf file, or 'default'")
     export.add_argument("-o", "--out", type=Path, required=True, help="folder for the graphs")
     export.add_argument("--dtype", default="float32")
     export.add_argument("--max-len", type=int)
-    export.set_defaults(run=_export)
+    export.set_defaults(run=verbs.export)
 
-    build = verbs.add_parser("build", help="compile a checkpoint into engine directories")
+    build = commands.add_parser("build", help="compile a checkpoint into engine directories")
     build.add_argument("checkpoint", help="checkpoint directory, .gguf file, or 'default'")
     build.add_argument("-o", "--out", type=Path, required=True, help="folder for the engines")
     _build_flags(build)
-    build.set_defaults(run=_build)
+    build.set_defaults(run=verbs.build)
 
-    check = verbs.add_parser("check", help="say beforehand whether a build will succeed, and how")
+    check = commands.add_parser(
+        "check", help="say beforehand whether a build will succeed, and how"
+    )
     check.add_argument("checkpoint", help="what `build` takes, or a config.json alone")
     check.add_argument("-o", "--out", type=Path, help="where the engines would be written")
     check.add_argument("--gpu-memory", type=float, metavar="GIB", help="default: this GPU's")
@@ -74,9 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         help="CHECKPOINT is a folder of engines: what was predicted, and what then happened",
     )  # fmt: skip
     _build_flags(check)
-    check.set_defaults(run=_check)
+    check.set_defaults(run=verbs.check)
 
-    quantize = verbs.add_parser(
+    quantize = commands.add_parser(
         "quantize", help="write an INT4 checkpoint in the AutoAWQ layout, and what it lost"
     )
     quantize.add_argument("checkpoint", help="checkpoint directory, .gguf file, or 'default'")
@@ -86,9 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--text", type=Path, help="held-out text: perplexities fp32, RTN, AWQ")
     quantize.add_argument("--text-tokens", type=int, help="use its first N tokens (default: all)")
     _json_flag(quantize)
-    quantize.set_defaults(run=_quantize)
+    quantize.set_defaults(run=verbs.quantize)
 
-    compare = verbs.add_parser("compare", help="compare engines with transformers' eager model")
+    compare = commands.add_parser("compare", help="compare engines with transformers' eager model")
     compare.add_argument("engines", nargs="+", type=Path, help="engine directories or bundles")
     compare.add_argument("--checkpoint", help="default: the one the first engine was built from")
     compare.add_argument("--prompts", type=Path, help="text file, one prompt a line")
@@ -96,9 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--text", type=Path, help="text file: perplexities on it are compared too")
     compare.add_argument("--text-tokens", type=int, help="use its first N tokens (default: all)")
     _json_flag(compare)
-    compare.set_defaults(run=_compare)
+    compare.set_defaults(run=verbs.compare)
 
-    inspect = verbs.add_parser(
+    inspect = commands.add_parser(
         "inspect", help="show what an engine, a checkpoint or a configuration is"
     )
     inspect.add_argument(
@@ -109,9 +110,9 @@ def _parser() -> argparse.ArgumentParser:
         help="of a checkpoint: export, run the passes, count what is left (always without weights)",
     )  # fmt: skip
     _json_flag(inspect)
-    inspect.set_defaults(run=_inspect)
+    inspect.set_defaults(run=verbs.inspect)
 
-    generate = verbs.add_parser("generate", help="continue a prompt with an engine")
+    generate = commands.add_parser("generate", help="continue a prompt with an engine")
     generate.add_argument("engine", type=Path, help="engine directory or bundle")
     generate.add_argument("prompt", help="text; '-' reads it from standard input")
     generate.add_argument("--chat", action="store_true", help="put it through the chat template")
@@ -122,9 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int)
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT")
     _json_flag(generate)
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=verbs.generate)
 
-    bench = verbs.add_parser("bench", help="decode speed of engines beside eager, or of kernels")
+    bench = commands.add_parser("bench", help="decode speed of engines beside eager, or of kernels")
     bench.add_argument(
         "engines", nargs="+", type=Path,
         help="engine directories or bundles; or the word 'kernels': the GPU's, beside their peers",
@@ -139,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
     bench.add_argument("--rounds", type=int, default=3)
     _json_flag(bench)
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=verbs.bench)
     return parser
 
 
@@ -173,20 +174,6 @@ def _int4_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _int4_options(args: argparse.Namespace) -> Any:
-    from seekforge.passes.int4 import Int4Options
-
-    given = {
-        "--group-size": args.group_size is not None, "--asymmetric": args.asymmetric,
-        "--skip": bool(args.skip), "--calib": args.calib is not None,
-    }  # fmt: skip
-    if args.quant is None and any(given.values()):
-        names = ", ".join(name for name, is_given in given.items() if is_given)
-        raise InputError(f"{names} without --quant: say which, awq-int4 or rtn-int4")
-    size = 128 if args.group_size is None else args.group_size
-    return Int4Options(size, not args.asymmetric, ("lm_head", *args.skip))
-
-
 def _json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
 
@@ -198,201 +185,6 @@ def _quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2, ensure_ascii=False))
-
-
-def _show(
-    args: argparse.Namespace, data: Any, text: Callable[[Any], str], passed: bool = True
-) -> int:
-    """Prints `data` as JSON or as text; returns the exit code."""
-    if args.json:
-        _print_json(data.to_dict() if hasattr(data, "to_dict") else data)
-    else:
-        print(text(data))
-    return 0 if passed else 1
-
-
-def _export(args: argparse.Namespace) -> int:
-    from seekforge.compile.export_report import write_graphs
-    from seekforge.models.default import resolve_checkpoint
-
-    write_graphs(resolve_checkpoint(args.checkpoint), args.out, args.dtype, args.max_len)
-    print(args.out)
-    return 0
-
-
-def _options(args: argparse.Namespace) -> Any:
-    from seekforge.compile.options import Options
-
-    given = [name for value in args.backend or [] for name in value.replace(" ", ",").split(",")]
-    backends = tuple(name for name in dict.fromkeys(given) if name) or Options().backends
-    same = ("dtype", "device", "max_batch", "max_len", "max_chunk", "block_size", "target", "quant")
-    return Options(
-        backends=backends,
-        verify=not args.no_verify,
-        calib=args.calib,
-        int4=_int4_options(args),
-        **{name: getattr(args, name) for name in same},
-    )
-
-
-def _build(args: argparse.Namespace) -> int:
-    from seekforge.compile.build import build
-    from seekforge.models.default import resolve_checkpoint
-
-    engines = build(resolve_checkpoint(args.checkpoint), args.out, _options(args))
-    if args.json:
-        _print_json([str(engine) for engine in engines])
-    else:
-        print("\n".join(map(str, engines)))
-    return 0
-
-
-def _check(args: argparse.Namespace) -> int:
-    from seekforge.compile.check import check, resolve_subject
-    from seekforge.compile.check_outcomes import format_outcomes, outcomes
-    from seekforge.compile.check_text import format_check
-
-    if args.outcomes:
-        rows = outcomes(Path(args.checkpoint))
-        return _show(args, rows, format_outcomes)
-    gpu = None if args.gpu_memory is None else int(args.gpu_memory * 2**30)
-    report = check(resolve_subject(args.checkpoint), _options(args), args.out, gpu)
-    return _show(args, report, format_check, report["ok"])
-
-
-def _quantize(args: argparse.Namespace) -> int:
-    from seekforge.compile.perplexity import read_text
-    from seekforge.compile.quantise import format_report, quantise_checkpoint
-    from seekforge.models.default import resolve_checkpoint
-
-    text = read_text(args.text) if args.text else None
-    report = quantise_checkpoint(
-        resolve_checkpoint(args.checkpoint), args.out, args.quant, _int4_options(args), args.calib,
-        text, args.text_tokens,
-    )  # fmt: skip
-    return _show(args, report, format_report)
-
-
-def _compare(args: argparse.Namespace) -> int:
-    from seekforge.compile.compare import compare, format_table
-    from seekforge.compile.perplexity import read_text
-    from seekforge.compile.prompts import PROMPTS
-
-    prompts: Sequence[str] = PROMPTS
-    if args.prompts:
-        prompts = _read_prompts(args.prompts)
-    text = read_text(args.text) if args.text else None
-    result = compare(
-        _runnable(args.engines), _checkpoint(args), prompts, args.max_tokens, text, args.text_tokens
-    )
-    return _show(args, result, format_table, result.passed)
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from seekforge.compile.inspect import describe, format_description
-
-    return _show(args, describe(args.path, args.graph), format_description)
-
-
-def _generate(args: argparse.Namespace) -> int:
-    from seekforge.runtime.llm import LLM
-    from seekforge.runtime.sampling import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        stop=tuple(args.stop),
-    )
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
-    llm = LLM(args.engine)
-    prompt: Any = llm.chat_prompt([{"role": "user", "content": text}]) if args.chat else text
-    if args.json:
-        (output,) = llm.generate([prompt], params)
-        (choice,) = output.choices
-        _print_json(
-            {
-                "prompt_token_ids": list(output.prompt_token_ids),
-                "text": choice.text,
-                "token_ids": list(choice.token_ids),
-                "finish_reason": choice.finish_reason,
-            }
-        )
-        return 0
-    for delta in llm.stream(prompt, params):
-        print(delta.text, end="", flush=True)
-    print()
-    return 0
-
-
-def _bench(args: argparse.Namespace) -> int:
-    from seekforge.compile.bench import bench_decode, format_rows
-
-    if args.engines == [Path("kernels")]:
-        from seekforge.compile.bench_floors import table
-        from seekforge.compile.bench_kernels import bench_kernels
-
-        if args.tune:
-            from seekforge.compile.bench_tune import tune_kernels
-
-            tuned = tune_kernels(args.rows)
-            if args.json:
-                _print_json(tuned)
-            return 0
-        results = bench_kernels(args.peers, args.rows)
-        if args.json:
-            _print_json(results)
-        else:
-            print(table(results))
-        return 0
-    try:
-        batches = [int(value) for value in args.batch.split(",")]
-    except ValueError:
-        raise InputError(f"--batch {args.batch}: expected numbers such as 1,8") from None
-    rows = bench_decode(
-        _runnable(args.engines), _checkpoint(args), batches, args.tokens, args.rounds
-    )
-    if args.json:
-        _print_json(rows)
-    else:
-        print(format_rows(rows))
-    return 0
-
-
-def _checkpoint(args: argparse.Namespace) -> Path | None:
-    from seekforge.models.default import resolve_checkpoint
-
-    return resolve_checkpoint(args.checkpoint) if args.checkpoint else None
-
-
-def _read_prompts(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts {path}: cannot be read as text ({error})") from None
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise InputError(f"--prompts {path}: no prompt in it; one a line was expected")
-    return prompts
-
-
-def _runnable(paths: Sequence[Path]) -> list[Path]:
-    """Engine directories; a bundle stands for all of its engines that can run here."""
-    from seekforge.runtime.manifest import BACKENDS, MANIFEST_NAME, read_manifest, unfit_reason
-    from seekforge.runtime.manifest import resolve_engine as resolve
-
-    found: list[Path] = []
-    for path in paths:
-        inside = [path / name for name in BACKENDS if (path / name / MANIFEST_NAME).is_file()]
-        runnable = [e for e in inside if unfit_reason(read_manifest(e, check_files=False)) is None]
-        found += runnable or [resolve(path)]
-    return found
 
 
 if __name__ == "__main__":

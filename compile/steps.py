@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from seekforge.models.default import cache_folder
+from seekforge.models.default import user_cache
 
 
 class Steps:
@@ -85,7 +85,7 @@ def _reset_peak() -> None:
 
 
 def _durations_file() -> Path:
-    return cache_folder().parent / "durations.json"
+    return user_cache() / "durations.json"
 
 
 def durations(subject: str) -> dict[str, float]:

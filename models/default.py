@@ -45,10 +45,14 @@ def resolve_checkpoint(model: str) -> Path:
     return path
 
 
+def user_cache() -> Path:
+    """What seekforge keeps for later: `$XDG_CACHE_HOME/seekforge` or `~/.cache/seekforge`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seekforge"
+
+
 def cache_folder() -> Path:
-    """Where converted checkpoints are kept, below `$XDG_CACHE_HOME` or `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "seekforge" / "checkpoints"
+    """Where converted checkpoints are kept."""
+    return user_cache() / "checkpoints"
 
 
 def _default_checkpoint() -> Path:

@@ -22,6 +22,11 @@ from seekforge.passes.rope_append import fuse_rope_append
 from seekforge.passes.rule import PassResult, apply
 
 Step = tuple[str, Callable[[Program], PassResult]]
+Observer = Callable[[str, Program], None]
+
+
+def unobserved(name: str, program: Program) -> None:
+    """The observer that looks at nothing."""
 
 
 def fusions(max_len: int) -> list[Step]:
@@ -39,10 +44,15 @@ def fusions(max_len: int) -> list[Step]:
     ]
 
 
-def run_fusions(program: Program, max_len: int) -> list[PassResult]:
-    """Applies all fusions to `program` in place."""
+def run_fusions(program: Program, max_len: int, observe: Observer = unobserved) -> list[PassResult]:
+    """Applies all fusions to `program` in place. observe: see `run_pipeline`."""
     share_equal_weights(program)
-    return [run(program) for _, run in fusions(max_len)]
+    observe("exported", program)
+    results = []
+    for name, run in fusions(max_len):
+        results.append(run(program))
+        observe(name, program)
+    return results
 
 
 def run_pipeline(
@@ -52,23 +62,28 @@ def run_pipeline(
     expected: dict[str, int] | None,
     int4: Int4Options | None = None,
     device: str = "cpu",
+    observe: Observer = unobserved,
 ) -> tuple[list[PassResult], list[GraphInput]]:
     """All passes, from an exported graph to the `form` ("ragged" or "padded") that backends lower.
 
     int4: how linear layers and experts are quantised; None: not at all. device: "cpu" or "cuda".
     expected: passes and the number of times each must fire; None for a model without known numbers.
+    observe: called with the name of each pass that ran and the program as it left it ("exported"
+    before the first); the program changes afterwards, so what is to be kept must be copied.
     Raises BuildError when one fired less often.
     """
-    results = run_fusions(program, max_len)
-    if int4 is not None:
-        results.append(
-            insert_int4(program, int4)
-        )  # after the fusions: fused weights quantise as one
+    results = run_fusions(program, max_len, observe)
+    if int4 is not None:  # after the fusions: fused weights quantise as one
+        results.append(insert_int4(program, int4))
+        observe("int4", program)
     inserted, inputs = insert_kv_cache(program, form)
     results += inserted
+    observe("kv_cache", program)
     if form == "ragged" and device == "cuda":
         results.append(fuse_rope_append(program))
+        observe("rope_append", program)
     results.append(cleanup(program, "final cleanup"))
+    observe("final cleanup", program)
     if expected is not None:
         check_expected(results, expected)
     return results, inputs

@@ -32,6 +32,7 @@ from seekforge.compile.build import Options, build
 from seekforge.compile.export import export_module
 from seekforge.compile.onnx import write_onnx
 from seekforge.compile.weights import WEIGHTS_NAME
+from seekforge.models.default import cache_folder
 from seekforge.models.exportable import make_exportable
 from seekforge.models.module import build_module
 from seekforge.passes.kv_cache import GraphInput, trace_values
@@ -75,6 +76,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SPECIAL_TOKENS = ["<|begin|>", "<|end|>", "<|pad|>"]  # ids 0, 1, 2
 TOKENIZER_SIZE = 280
 TEXT = ["the capital of France is Paris and the capital of Spain is Madrid", "one then another"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests see the user's converted checkpoints, but none of the durations and builds that are
+    remembered from earlier, and leave none."""
+    checkpoints = cache_folder()
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    base = tmp_path_factory.mktemp("cache")
+    (base / "seekforge").mkdir()
+    (base / "seekforge" / "checkpoints").symlink_to(checkpoints)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(base))
+        yield
 
 
 @pytest.fixture(scope="session")

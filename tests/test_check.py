@@ -242,8 +242,12 @@ def test_folders_without_predictions(tiny_checkpoint: Checkpoint, tmp_path: Path
 
 
 def test_check_on_the_command_line(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_checkpoint: Checkpoint,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # no build is remembered there
     shutil.copyfile(tiny_checkpoint("deepseek_v3") / "config.json", tmp_path / "config.json")
     arguments = ["check", str(tmp_path), "--backend", "inductor", "--max-len", "64"]
     assert main([*arguments, "--device", "cuda"]) == (0 if torch.cuda.is_available() else 1)
