@@ -108,7 +108,7 @@ def test_activations_are_not_rounded_to_int8(op_onnx: Make) -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 33])
 def test_rounding_is_within_the_factor_that_compare_allows(op_onnx: Make, tokens: int) -> None:
     """Beside torch's fp32 product, both against fp64, with a first token as large as the attention
-    sinks of real models; 2.0 times torch's error was seen, with blocks of 32, 64 and 128 alike."""
+    sinks of real models; 3.2 times torch's error was seen, with blocks of 32, 64 and 128 alike."""
     weight = quantise(random(96, 1536), 128)
     x = random(tokens, 1536, seed=2)
     x[0, 700] = 3000.0
