@@ -1,21 +1,22 @@
-"""Runs every kind of step of a new CUDA engine once and keeps the kernels Triton compiled for it.
+"""Runs every kind of step of a new CUDA engine once and keeps the kernels that were used.
 
 A kernel is compiled for each configuration, and for integers that are 1, multiples of 16 or
 neither; launchers choose configurations by the number of rows. So the steps are: decodes of all
 captured batch sizes, with each kind of sampling; prefills of many lengths; prefills beside decodes.
-It is a process of its own, `python -m seekforge.compile.kernel_cache ENGINE`, with an empty cache.
+It is a process of its own, `python -m seekforge.compile.kernel_cache ENGINE`: each kernel that is
+used there is looked up in Triton's cache, which says which they are. Those that are in the user's
+cache already are not compiled again.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,24 +34,39 @@ KEPT = (".cubin", ".json", ".so")
 
 def ship_kernels(engine: Path) -> None:
     """Fills `engine`/kernels; the manifest is there already. Raises BuildError."""
-    with tempfile.TemporaryDirectory(prefix="seekforge-kernels-") as cache:
-        command = [sys.executable, "-m", "seekforge.compile.kernel_cache", str(engine)]
-        environment = os.environ | {"TRITON_CACHE_DIR": cache, "TRITON_STORE_BINARY_ONLY": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            lines = "\n".join(done.stderr.splitlines()[-15:])
-            raise BuildError(f"{engine}: the new engine's steps could not be run:\n{lines}")
-        collect(Path(cache), engine / FOLDER)
+    command = [sys.executable, "-m", "seekforge.compile.kernel_cache", str(engine)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = "\n".join(done.stderr.splitlines()[-15:])
+        raise BuildError(f"{engine}: the new engine's steps could not be run:\n{lines}")
 
 
-def collect(cache: Path, target: Path) -> None:
-    """Copies from a cache of Triton's what a kernel needs to be loaded, paths made relative."""
-    for folder in cache.iterdir():
-        files = [path for path in folder.iterdir() if path.suffix in KEPT]
-        for path in files:
+def record_used() -> set[Path]:
+    """The folders of Triton's cache that are asked for from now on in this process."""
+    from triton import knobs
+    from triton.runtime.cache import FileCacheManager
+
+    used: set[Path] = set()
+
+    class Recorder(FileCacheManager):  # type: ignore[misc]
+        def __init__(self, key: str, *args: Any, **kwargs: Any) -> None:
+            super().__init__(key, *args, **kwargs)
+            used.add(Path(self.cache_dir))
+
+    knobs.cache.manager_class = Recorder
+    return used
+
+
+def collect(folders: Iterable[Path], target: Path) -> None:
+    """Copies from folders of Triton's cache what a kernel needs to be loaded, paths made
+    relative."""
+    for folder in folders:
+        for path in folder.iterdir():
+            if path.suffix not in KEPT:
+                continue
             (target / folder.name).mkdir(parents=True, exist_ok=True)
             if path.name.startswith(GROUP):
-                content = relocate(path.read_bytes(), Path())
+                content = relocate(path.read_bytes(), Path(), KEPT)
                 (target / folder.name / path.name).write_bytes(content)
             else:
                 shutil.copyfile(path, target / folder.name / path.name)
@@ -110,7 +126,9 @@ def warm_up(session: InductorSession) -> None:
 
 
 def main(engine: Path) -> None:
+    used = record_used()
     warm_up(InductorSession(engine, read_manifest(engine, check_files=False)))
+    collect(used, engine / FOLDER)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 FOLDER = "kernels"
@@ -43,7 +44,10 @@ def install_kernels(engine: Path) -> int:
     return new
 
 
-def relocate(group: bytes, folder: Path) -> bytes:
-    """A list of files as it must be for files in `folder`."""
+def relocate(group: bytes, folder: Path, suffixes: Collection[str] = ()) -> bytes:
+    """A list of files as it must be for files in `folder`; of those with `suffixes`, where given:
+    Triton takes a list with a missing file for none."""
     names = json.loads(group)["child_paths"]
+    if suffixes:
+        names = [name for name in names if Path(name).suffix in suffixes]
     return json.dumps({"child_paths": {name: str(folder / name) for name in names}}).encode()

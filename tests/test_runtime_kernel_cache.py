@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from seekforge.compile.kernel_cache import collect, lengths, steps
+from seekforge.compile.kernel_cache import collect, lengths, record_used, steps
 from seekforge.runtime.kernel_cache import FOLDER, install_kernels
 from seekforge.runtime.manifest import Limits
 
 cache = pytest.importorskip("triton.runtime.cache", reason="Triton is not installed")
+knobs = pytest.importorskip("triton.knobs", reason="Triton is not installed")
 
 
 def put_kernel(key: str, name: str) -> None:
@@ -18,7 +19,7 @@ def put_kernel(key: str, name: str) -> None:
     manager = cache.get_cache_manager(key)
     group = {
         f"{name}.{kind}": manager.put(f"{key} {kind}".encode(), f"{name}.{kind}")
-        for kind in ("cubin", "json")
+        for kind in ("ttir", "cubin", "json")
     }
     manager.put_group(f"{name}.json", group)
 
@@ -28,10 +29,14 @@ def test_kernels_are_found_in_another_cache(
 ) -> None:
     keys = ["aa" * 32, "bb" * 32]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "build"))
-    for key in keys:
-        put_kernel(key, "norm_kernel")
+    put_kernel("dd" * 32, "kernel_of_another_program")
+    put_kernel(keys[0], "norm_kernel")  # compiled earlier
+    monkeypatch.setattr(knobs.cache, "manager_class", None)
+    used = record_used()
+    assert cache.get_cache_manager(keys[0]).get_group("norm_kernel.json")
+    put_kernel(keys[1], "norm_kernel")
     cache.get_cache_manager("cc" * 32).put(b"launcher", "stub.so")
-    collect(tmp_path / "build", tmp_path / "engine" / FOLDER)
+    collect(used, tmp_path / "engine" / FOLDER)
     files = {path.name for path in (tmp_path / "engine").rglob("*") if path.is_file()}
     assert files == {"norm_kernel.cubin", "norm_kernel.json", "__grp__norm_kernel.json", "stub.so"}
 
