@@ -32,12 +32,15 @@ from seekforge.runtime.session import Chunk
 
 STEPS, WARM_UP, ROUNDS = 64, 8, 3
 EAGER, COMPILED = "transformers eager", "torch.compile, static cache"
-# Demands by model, kind and batch: times the speed of the limit ("roof"), of a peer or of a row.
+HOST_US, HOST_BATCH = 60.0, 32  # of a step beyond the GPU's work, from this batch size on
+# Demands by model, kind and batch: times the speed of the limit ("roof"), of a peer or of a row, or
+# of one token a second.
 FLOORS: dict[tuple[str, str, int], tuple[Floor, ...]] = {
     ("qwen2", "bf16", 1): (Floor(0.82, "roof"), Floor(1.10, COMPILED), Floor(4, EAGER)),
     ("qwen2", "int4", 1): (Floor(0.62, "roof"), Floor(2.3, "bf16")),
     ("llama", "int4", 1): (Floor(0.62, "roof"), Floor(2.3, "bf16")),
     ("deepseek_v2", "bf16", 1): (Floor(0.55, "roof"),),
+    ("deepseek_v2", "int4", 1): (Floor(800, "token/s"),),
     ("qwen2", "bf16", 32): (Floor(0.78, "roof"),),
     ("qwen2", "int4", 32): (Floor(1.5, "bf16"),),
     ("deepseek_v2", "bf16", 32): (Floor(0.60, "roof"),),
@@ -132,7 +135,8 @@ def _decode_rows(
         step = taken[str(index)]
         floors = FLOORS.get((llm.manifest.model["model_type"], kind(llm.manifest), batch), ())
         # `bound` speaks of times: a floor of speed is 1 / the time allowed.
-        times = {label: 1 / speed for label, speed in (known | {"roof": roof}).items() if speed}
+        others = known | {"roof": roof, "token/s": 1.0}
+        times = {label: 1 / speed for label, speed in others.items() if speed}
         allowed, missing = bound(floors, times)
         graph = graph_seconds(llm, batch, shape.context)
         what = f"{name(llm.manifest)} {kind(llm.manifest)}"
@@ -157,7 +161,16 @@ def _decode_rows(
             }
         )
         known[kind(llm.manifest)] = batch / step
+        if batch >= HOST_BATCH:
+            rows.append(_host_row(f"{what} host time a step B={batch}", step - graph))
     return rows
+
+
+def _host_row(row: str, seconds: float) -> dict[str, Any]:
+    return {
+        "row": row, "value": round(1e6 * seconds, 1), "unit": "us", "floor": HOST_US,
+        "better": "lower", "peer": None, "peer_name": "none", "roof": None, "notes": {},
+    }  # fmt: skip
 
 
 def _prefill_rows(
