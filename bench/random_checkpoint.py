@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from seekforge.models.module import build_module
 
@@ -68,16 +69,31 @@ def stored(name: str, shape: torch.Size) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def draw(name: str, shape: tuple[int, ...], random: torch.Generator) -> Tensor:
-    values = torch.randn(shape, generator=random)
+    """On the generator's device, then to the CPU: a GPU draws 15 GB in a second, a core in a
+    minute."""
+    values = torch.randn(shape, generator=random, device=random.device)
     if len(shape) == 1:
         values = values * 0.1 + (0.0 if name.endswith("bias") else 1.0)
     elif "embed_tokens" not in name:
         values /= math.sqrt(shape[-1])
-    return values.bfloat16()
+    return values.bfloat16().cpu()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, and an end of text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: index for index, text in enumerate(["<end>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>"
+    )
 
 
 def write(out: Path, like: str, layers: int | None, tokenizer: Path | None) -> int:
-    """Writes the checkpoint; returns its bytes."""
+    """Writes the checkpoint; returns its bytes. layers: None for the published number; tokenizer:
+    a checkpoint whose own to copy, None for one of bytes."""
     settings = dict(SHAPES[like])
     if layers:
         settings["num_hidden_layers"] = layers
@@ -86,7 +102,7 @@ def write(out: Path, like: str, layers: int | None, tokenizer: Path | None) -> i
     out.mkdir(parents=True)
     config.architectures = [type(build_module(config, torch.bfloat16)).__name__]
     config.save_pretrained(out)
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(0)
     shards: dict[str, dict[str, tuple[int, ...]]] = {}
     for parameter, tensor in build_module(config, torch.bfloat16).state_dict().items():
         layer = re.search(r"layers\.(\d+)\.", parameter)
@@ -101,6 +117,8 @@ def write(out: Path, like: str, layers: int | None, tokenizer: Path | None) -> i
         save_file(values, out / file, {"format": "pt"})
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    if tokenizer is None:
+        byte_tokenizer().save_pretrained(out)
     for file in tokenizer.glob("tokenizer*") if tokenizer else ():
         shutil.copy(file, out)
     return total
@@ -111,7 +129,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="a folder that does not exist yet")
     parser.add_argument("--like", choices=SHAPES, default="qwen2-7b")
     parser.add_argument("--layers", type=int, help="default: as published")
-    parser.add_argument("--tokenizer", type=Path, help="a checkpoint whose tokenizer to copy")
+    parser.add_argument("--tokenizer", type=Path, help="whose to copy (default: bytes)")
     args = parser.parse_args()
     if args.out.exists():
         print(f"error: {args.out} exists; give a new folder", file=sys.stderr)
