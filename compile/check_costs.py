@@ -153,7 +153,7 @@ def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
     peaks["weights"] = passed + facts.pieces
     after = passed + 5 * MB
     if plan.backend == "inductor":
-        peaks["compile"] = max(after, _compiler(facts, plan))
+        peaks["compile"] = max(after, _compiler(facts))
     else:
         after = peaks["ONNX"] = passed + ONNX_IMPORTS
     if plan.backend.startswith("tensorrt"):
@@ -172,18 +172,16 @@ def settled_bytes(verify: int, facts: Facts, plan: Plan) -> int:
     return int(verify - _verify(facts, plan) + 45 * MB + 16 * plan.spec.parameters)
 
 
-def _compiler(facts: Facts, plan: Plan) -> float:
-    """The larger of AOTInductor's processes. torch clones the parameters, which are empty there and
-    take nothing until then; for a GPU they are on it."""
-    clones = facts.weights if plan.device == "cpu" else 0
-    return 514 * MB + clones + 0.35 * MB * facts.nodes
+def _compiler(facts: Facts) -> float:
+    """The larger of AOTInductor's processes. The weights there are empty and take nothing."""
+    return 514 * MB + 0.35 * MB * facts.nodes
 
 
 def _on_device(step: str, facts: Facts, plan: Plan) -> int:
     """Of the GPU's memory; the KV cache of `verify` takes what is left."""
     if plan.device == "cpu" or step not in ("compile", "verify"):
         return 0
-    return CONTEXT + facts.weights * (2 if step == "compile" else 1)
+    return CONTEXT + facts.weights
 
 
 def _tensorrt(facts: Facts) -> float:

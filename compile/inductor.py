@@ -137,17 +137,18 @@ def _copy(program: Program) -> fx.GraphModule:
         node.meta = {}
     root = nn.Module()
     for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
-        _set_buffer(root, name, program.tensor(name))
+        _set_parameter(root, name, program.tensor(name))
     return fx.GraphModule(root, graph)
 
 
-def _set_buffer(root: nn.Module, name: str, tensor: Tensor) -> None:
+def _set_parameter(root: nn.Module, name: str, tensor: Tensor) -> None:
+    """A parameter: AOTInductor copies buffers, since a graph may write to them."""
     *parts, leaf = name.split(".")
     for part in parts:
         if not hasattr(root, part):
             root.add_module(part, nn.Module())
         root = getattr(root, part)
-    root.register_buffer(leaf, tensor.detach())
+    root.register_parameter(leaf, nn.Parameter(tensor.detach(), requires_grad=False))
 
 
 def compile_package(job: Job) -> None:
@@ -183,7 +184,7 @@ def compile_package(job: Job) -> None:
 
 def _is_small(module: fx.GraphModule, int4: fx.Node) -> bool:
     qweight: Any = int4.args[1]
-    return 2 * module.get_buffer(str(qweight.target)).numel() <= INLINED_WEIGHTS
+    return 2 * module.get_parameter(str(qweight.target)).numel() <= INLINED_WEIGHTS
 
 
 def _use_gemv(node: fx.Node) -> None:
