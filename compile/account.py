@@ -1,16 +1,19 @@
 """What a model would cost, from its configuration alone: `seekforge inspect config.json`.
 
-In: a configuration. Out: plain data: parameters, bytes of weights and cache, which fusions fired,
-and the operators that are left. The graph is exported and transformed on the meta device, so the
-671 billion parameters of DeepSeek-V3 need no more than their names. Reads no weights.
+In: a configuration. Out: plain data: parameters, bytes of weights and cache, what each pass did
+beside what was expected of it, and the operators that are left. The graph is exported and
+transformed on the meta device, so the 671 billion parameters of DeepSeek-V3 need no more than their
+names. Reads no weights.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -34,6 +37,7 @@ VIEWS = (
     "aten.unsqueeze", "aten.transpose.int", "aten.permute", "aten.expand", "aten.slice.Tensor",
     "aten.select.int", "aten.split.Tensor", "aten.split_with_sizes", "aten.sym_size.int",
 )  # fmt: skip
+LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\b")  # as transformers' models name them
 LENGTH = 2048  # rows of the RoPE table, as `build` makes them by default
 
 
@@ -81,18 +85,21 @@ def weight_bytes(program: Program) -> dict[str, int]:
 
 
 def graph_account(spec: ModelSpec, program: Program, results: list[PassResult]) -> dict[str, Any]:
-    """fusions: {name: {"expected", "found", "misses"}}. layers: one entry for each run of layers
-    with the same operators, {"layers": "3-59", "compute": 15, "operators": {name: count}, "views":
-    {name: count}}; what belongs to no layer comes last, as "outside"."""
-    fired = {result.name: result for result in results}
-    fusions = {}
-    for name, expected in expected_fusions(spec).items():
-        result = fired.get(name)
-        found = result.fired if result else 0
-        misses = result.misses[:3] if result and found < expected else ()
-        reasons = [f"{miss.node} ({miss.source}): {miss.reason}" for miss in misses]
-        fusions[name] = {"expected": expected, "found": found, "misses": reasons}
-    return {"fusions": fusions, "layers": operators_by_layer(program, spec.num_layers)}
+    """passes: see `account_passes`. layers: one entry for each run of layers with the same
+    operators, {"layers": "3-59", "compute": 15, "operators": {name: count}, "views": {name:
+    count}}; what belongs to no layer comes last, as "outside"."""
+    return {
+        "passes": account_passes(results, expected_fusions(spec)),
+        "layers": operators_by_layer(program, spec.num_layers),
+    }
+
+
+def account_passes(
+    results: Sequence[PassResult], expected: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """The fields of each `PassResult` and "expected": how often it must fire, or None where nothing
+    is known (passes that tidy up, models without expectations)."""
+    return [dataclasses.asdict(r) | {"expected": expected.get(r.name)} for r in results]
 
 
 def operators_by_layer(program: Program, num_layers: int) -> list[dict[str, Any]]:
@@ -110,17 +117,23 @@ def calls_by_layer(program: Program, num_layers: int) -> list[Counter[str]]:
     """Operators of each layer, and in the last place of what belongs to none. Picking one result of
     an operator that has several is no call."""
     counts: list[Counter[str]] = [Counter() for _ in range(num_layers + 1)]
+    for node, layer in layer_of_nodes(program, num_layers).items():
+        if node.op == "call_function" and node.target is not getitem:
+            counts[layer][operator_name(node)] += 1
+    return counts
+
+
+def layer_of_nodes(program: Program, num_layers: int) -> dict[fx.Node, int]:
+    """The layer of each node; num_layers where it belongs to none."""
     home: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
         path = module_path(node)
-        layer = re.search(r"\blayers\.(\d+)\b", path)
+        layer = LAYER.search(path)
         home[node] = int(layer[1]) if layer else num_layers
         if not path:  # inserted by a pass: belongs where its input does
             homes = [home[source] for source in node.all_input_nodes if source.op != "placeholder"]
             home[node] = min(homes, default=num_layers)
-        if node.op == "call_function" and node.target is not getitem:
-            counts[home[node]][operator_name(node)] += 1
-    return counts
+    return home
 
 
 def operator_name(node: fx.Node) -> str:
@@ -131,40 +144,8 @@ def operator_name(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def format_account(found: dict[str, Any]) -> list[str]:
-    """The lines that `seekforge inspect` prints for the data of `account`."""
-    weights = ", ".join(f"{dtype} {_gigabytes(n)}" for dtype, n in found["weight_bytes"].items())
-    lines = [
-        f"{'engine weights':<24}{weights}",
-        f"{'KV cache':<24}{found['kv_token_bytes']:,} bytes a token in bfloat16",
-        f"{'nodes':<24}{found['nodes_exported']} exported, {found['nodes']} after the passes",
-        "fusions                 expected   found",
-    ]
-    for name, fusion in found["fusions"].items():
-        mark = "" if fusion["found"] >= fusion["expected"] else "   TOO FEW"
-        lines.append(f"  {name:<22}{fusion['expected']:>8}{fusion['found']:>8}{mark}")
-        lines += [f"    near-miss {miss}" for miss in fusion["misses"]]
-    lines.append("operators left, by layer")
-    for run in found["layers"]:
-        lines.append(f"  {run['layers']:<10}{run['compute']:>3}: {_counted(run['operators'])}")
-        if run["views"]:
-            lines.append(f"             views: {_counted(run['views'])}")
-    for step in found["steps"]:
-        peak = step["peak_bytes"] / 2**30
-        lines.append(f"{step['name']:<24}{step['seconds']:.1f} s, peak {peak:.2f} GiB")
-    return lines
-
-
 def _run(layers: str, counts: Counter[str]) -> dict[str, Any]:
     operators = {name: count for name, count in counts.most_common() if name not in VIEWS}
     views = {name: count for name, count in counts.most_common() if name in VIEWS}
     compute = sum(operators.values())
     return {"layers": layers, "compute": compute, "operators": operators, "views": views}
-
-
-def _counted(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

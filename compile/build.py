@@ -13,26 +13,37 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from seekforge.compile import compare
+from seekforge.compile.account import account_passes
+from seekforge.compile.build_cache_lower import lower_or_reuse
+from seekforge.compile.build_cache_request import Request, request
+from seekforge.compile.build_cache_reuse import NEW, reason_to_build
 from seekforge.compile.bundle import (
     atomic_directory,
     check_writable,
     copy_tokenizer,
+    exclusive,
     link_weights,
+    write_whole,
 )
 from seekforge.compile.calibration_file import CALIBRATION_NAME, Calibrated
 from seekforge.compile.check_costs import activation_bytes, memory_floor, predict
 from seekforge.compile.check_machine import requirements
 from seekforge.compile.check_model import Subject, count_calls, facts_of
+from seekforge.compile.compare import compare
+from seekforge.compile.compare_text import format_table
 from seekforge.compile.export import export_checkpoint
 from seekforge.compile.failures import caught
 from seekforge.compile.kernel_cache import ship_kernels
-from seekforge.compile.lower import MODEL_NAME, Lowering, lower
-from seekforge.compile.options import FORMS, engine_dtype, int4_options, limits_of, plan_of
+from seekforge.compile.lower import MODEL_NAME, Lowering
+from seekforge.compile.options import FORMS
 from seekforge.compile.options import Options as Options
+from seekforge.compile.plan import engine_dtype, int4_options, limits_of, plan_of
 from seekforge.compile.prompts import PROMPTS
 from seekforge.compile.quantise import calibrated, summary, text_windows
+from seekforge.compile.report import write_report
+from seekforge.compile.report_graphs import Recorder
 from seekforge.compile.steps import Steps, durations
+from seekforge.compile.verify_level import PassProof
 from seekforge.compile.weights import WEIGHTS_NAME, Source, recipe, write_weights
 from seekforge.compile.workspace import check_workspace
 from seekforge.kernels.errors import BuildError, InputError
@@ -72,7 +83,9 @@ def build(
     check_writable(out)
     for backend in options.backends:
         dtype = engine_dtype(checkpoint.config, options, backend)
-        problems = requirements(backend, options.device, dtype, options.target)
+        problems = requirements(
+                backend, options.device, dtype, options.target, options.strip
+            )
         if problems:
             raise InputError("; ".join(map(str, problems)))
     steps = steps or Steps(checkpoint.spec.model_type)
@@ -100,30 +113,50 @@ class _Job:
         self.exported = 0  # calls of the graph before the passes
 
     def build(self, backend: str) -> Path:
-        self.steps.console.print(f"{backend}", style="bold")
+        """The engine in its place: made, or the one that is there, if a build would give it."""
+        engine, console = self.out / backend, self.steps.console
+        console.print(f"{backend}", style="bold")
+        with exclusive(engine, lambda: console.print("    another build makes it; waiting")):
+            wanted = request(self.checkpoint.path, self.options, backend)
+            reason = reason_to_build(engine, wanted, self.checkpoint.path, self.options)
+            if reason is None:
+                console.print("    unchanged")
+                return engine
+            if reason != NEW:
+                console.print(f"    rebuilt: {reason}", highlight=False, markup=False)
+            return self._build(backend, wanted)
+
+    def _build(self, backend: str, wanted: Request) -> Path:
         first, floor = len(self.steps.done), self.floor
         plan = plan_of(self.subject, self.options, backend)
         self.steps.subject, dtype = plan.subject, plan.dtype
         known = durations(plan.subject)
         log = self.out / f"{backend}.log"
         with (
-            atomic_directory(self.out / backend) as folder,
+            atomic_directory(self.out / backend, WEIGHTS_NAME if self.options.cache else None) as folder,
             caught(backend, log, self.steps, folder / MODEL_NAME),
         ):
-            program, inputs, passes = self._program(backend, dtype)
+            proof = PassProof(
+                self.subject, self.options.verify, FORMS[backend], dtype, self.limits.max_len,
+                int4_options(self.checkpoint, self.options), self.options.device,
+            )  # fmt: skip
+            proof.run_short(self.steps)
+            program, inputs, passes = self._program(backend, dtype, proof)
             counted = facts_of(program, self.exported, plan.spec.num_layers, self.subject)
             activation = activation_bytes(program, inputs, plan)
             predicted = predict(counted, plan, floor, activation, known)
             source = self._source(program)
-            if not link_weights(self.out, folder, recipe(program, source)):
-                with self.steps.step("weights"):
-                    write_weights(program, source, folder / WEIGHTS_NAME)
+            if source is not self.checkpoint:
+                proof.check_source(source, self.steps)
+            made = recipe(program, source)
             kv = self._kv(backend, dtype)
-            facts = lower(
-                Lowering(
-                    backend, program, inputs, folder, dtype, self.options.device, self.limits, kv,
-                    self.options.target, self.out, self.steps,
-                )
+            lowering = Lowering(
+                backend, program, inputs, folder, dtype, self.options.device, self.limits, kv,
+                self.options.tensorrt, self.out, self.steps,
+            )  # fmt: skip
+            facts = lower_or_reuse(
+                lowering, made, lambda: self._weights(program, source, folder, made),
+                plan.subject, self.options.cache,
             )  # fmt: skip
             copy_tokenizer(self.checkpoint.path, folder)
             manifest = self._manifest(backend, dtype, program, inputs, passes, kv, facts, folder)
@@ -131,6 +164,9 @@ class _Job:
                 manifest,
                 steps=tuple(self.steps.done[first:]),
                 predicted=dataclasses.asdict(predicted),
+                built_from=wanted,
+                passes=proof.with_errors(manifest.passes),
+                proof=proof.record(),
             )
             write_manifest(folder, manifest)
             if backend == "inductor" and self.options.device == "cuda":
@@ -145,12 +181,14 @@ class _Job:
                     manifest, receipt=receipt, steps=tuple(self.steps.done[first:])
                 ),
             )
+            write_report(folder, self.recorder, program, self.steps.console)
         self.floor = memory_floor(self.options.backends)
         return self.out / backend
 
     def _program(
-        self, backend: str, dtype: str
+        self, backend: str, dtype: str, proof: PassProof
     ) -> tuple[Program, list[GraphInput], list[PassResult]]:
+        self.recorder = Recorder(self.checkpoint.spec.num_layers)
         with self.steps.step("export"):
             program = export_checkpoint(self.checkpoint, dtype, self.limits.max_len)
         self.exported = count_calls(program, self.checkpoint.spec.num_layers)
@@ -162,6 +200,7 @@ class _Job:
                 expected_fusions(self.checkpoint.spec),
                 int4_options(self.checkpoint, self.options),
                 self.options.device,
+                self.recorder.beside(proof.observe),
             )
             workspace = None
             if FORMS[backend] == "padded":
@@ -172,6 +211,7 @@ class _Job:
             f"{p.name} {p.fired}" for p in passes if "clean" not in p.name and p.name != "normalise"
         )
         self.steps.console.print(f"    {fired}", highlight=False, style="dim")
+        proof.finish(self.steps)
         if workspace is not None:
             self.steps.console.print(
                 f"    largest temporary {workspace.bytes / 1e6:.0f} MB: {workspace.what}",
@@ -188,6 +228,15 @@ class _Job:
             self.out / CALIBRATION_NAME, self.steps,
         )  # fmt: skip
         return self.calibrated
+
+    def _weights(self, program: Program, source: Source, folder: Path, made: str) -> None:
+        """The weights file of the recipe `made`: one that is there already, or a new one."""
+        found = link_weights(self.out, folder, made)
+        if found is not None:
+            self.steps.reused("weights", found)
+            return
+        with self.steps.step("weights"):
+            write_whole(folder / WEIGHTS_NAME, lambda path: write_weights(program, source, path))
 
     def _kv(self, backend: str, dtype: str) -> KVLayout:
         return KVLayout(
@@ -223,7 +272,7 @@ class _Job:
             kv=kv,
             generation=Generation(checkpoint.eos_token_ids, checkpoint.bos_token_id, None),
             quantization=self._quantization(program),
-            passes=tuple(dataclasses.asdict(result) for result in passes),
+            passes=tuple(account_passes(passes, expected_fusions(checkpoint.spec))),
             receipt=None,
             steps=(),
             files=files,
@@ -254,21 +303,21 @@ class _Job:
 
     def _verify(self, backend: str, folder: Path) -> dict[str, Any]:
         """Compares the engine with eager: its receipt. One that can't run here says so in it."""
-        if not self.options.verify:
+        if self.options.verify == "none":
             return {"executed": False, "reason": "built with --no-verify"}
         session_reason = _cannot_run(folder)
         if session_reason:
             self.steps.console.print(f"    not executed: {session_reason}", highlight=False)
             return {"executed": False, "reason": session_reason}
         with self.steps.step("verify"):
-            result = compare.compare(
+            result = compare(
                 [folder], self.checkpoint.path, prompts=PROMPTS[:2], max_tokens=8
             )
         (engine,) = result.engines
         if not engine.passed:
             raise BuildError(
                 f"the {backend} engine does not compute what the checkpoint computes:\n"
-                + compare.format_table(result)
+                + format_table(result)
             )
         self.steps.console.print(f"    {engine.summary()}", highlight=False, style="dim")
         return {"executed": True, **engine.to_dict()}

@@ -11,96 +11,28 @@ smoothing doesn't change.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from seekforge.compile.awq import Collector, Recipe
 from seekforge.compile.awq_smoothing import Factors, Heads, merged, smoothing
 from seekforge.compile.calibration_inputs import EXPERTS, observed
+from seekforge.compile.calibration_result import Calibration as Calibration
+from seekforge.compile.calibration_result import GroupResult as GroupResult
+from seekforge.compile.calibration_result import load_layer, save_layer
 from seekforge.compile.calibration_search import Outcome, Reader, matrices, search_group
-from seekforge.kernels.int4 import Int4, quantise
+from seekforge.kernels.int4 import Int4
 from seekforge.models.awq_groups import ScaleGroup, scale_groups
 from seekforge.models.checkpoint import Checkpoint, tensors_for_parameter
 from seekforge.models.exportable import make_exportable
 from seekforge.models.module import build_module
 from seekforge.models.spec import ModelSpec
 
-PARTS = ("qweight", "scales", "zeros")  # as `Int4` has them
-
-
-@dataclass(frozen=True, slots=True)
-class GroupResult:
-    """What one scale group of one layer came to.
-
-    Errors are |X (W' - W)^T|^2 / |X W^T|^2 over the group's INT4 weights: `rtn_error` of plain
-    rounding, `scaled_error` after smoothing, `error` after smoothing, clipping and, where it was
-    asked for, error feedback.
-    clipped: share of the groups of weights whose largest magnitude was cut.
-    """
-
-    layer: int
-    producer: str
-    linears: tuple[str, ...]
-    ratio: float
-    rtn_error: float
-    scaled_error: float
-    error: float
-    clipped: float
-
-
-@dataclass(slots=True)
-class Calibration:
-    """A checkpoint with its smoothing and clipping: the weight writer's source.
-
-    factors, clips: by name of a stored tensor. files: where the INT4 form of a stored tensor lies
-    that was rounded with error feedback (none: rounded when asked for). expert_tokens: for each
-    MoE layer how many tokens each expert saw.
-    """
-
-    checkpoint: Checkpoint
-    tokens: int
-    factors: dict[str, Factors] = field(default_factory=dict)
-    clips: dict[str, Tensor] = field(default_factory=dict)
-    files: dict[str, Path] = field(default_factory=dict)
-    groups: list[GroupResult] = field(default_factory=list)
-    expert_tokens: dict[int, list[int]] = field(default_factory=dict)
-
-    def read(self, name: str) -> Tensor:
-        """The stored tensor, smoothed (then in fp32)."""
-        tensor = self.checkpoint.read(name)
-        return self.factors[name].apply(tensor.float()) if name in self.factors else tensor
-
-    def int4(self, name: str, group_size: int, symmetric: bool, dtype: torch.dtype) -> Int4:
-        """The stored tensor smoothed, clipped and rounded; scales in `dtype`. With error feedback
-        group size and symmetry must be those of `calibrate`."""
-        if name in self.files:
-            packed = _load(self.files[name], name)
-            found = (packed.group_size, packed.zeros is None)
-            assert found == (group_size, symmetric), f"{name} was calibrated as {found}"
-            return replace(packed, scales=packed.scales.to(dtype))
-        return quantise(self.read(name), group_size, symmetric, self.clips.get(name), dtype)
-
-    @property
-    def neutral_experts(self) -> dict[int, list[int]]:
-        """For each MoE layer the experts that saw no token, which are rounded as they are."""
-        silent = {
-            layer: [e for e, count in enumerate(counts) if not count]
-            for layer, counts in self.expert_tokens.items()
-        }
-        return {layer: experts for layer, experts in silent.items() if experts}
-
-    @property
-    def mean_errors(self) -> tuple[float, float]:
-        """(of plain rounding, of AWQ): the mean over all groups."""
-        count = max(1, len(self.groups))
-        plain = sum(group.rtn_error for group in self.groups) / count
-        return plain, sum(group.error for group in self.groups) / count
+LAYERS = "layer-*.safetensors"  # in the folder of a calibration
 
 
 @torch.no_grad()
@@ -116,8 +48,8 @@ def calibrate(
 
     group_sizes: group size by the name of each stored tensor that will be INT4. dtype: of the
     engine, so of the scales. folder: existing; takes one file a layer with its weights rounded with
-    error feedback (compile/awq_feedback.py), needed as long as the result is used. None: every
-    weight is rounded for itself.
+    error feedback (compile/awq_feedback.py), needed as long as the result is used; layers whose
+    file is there already are not searched again. None: every weight is rounded for itself.
     """
     module = make_exportable(build_module(checkpoint.config, torch.float32))
     model: Any = module.model
@@ -133,13 +65,19 @@ def calibrate(
         kept = [name for name in stored if stored[name][0] not in group_sizes]
         groups = scale_groups(checkpoint.spec.model_type, stored, kept)
         inputs: dict[str, list[Collector]] = {}
-        with observed(layer, groups, inputs, folder is not None):
+        known = None if folder is None else load_layer(checkpoint, _file(folder, index))
+        watched = observed(layer, groups, inputs, folder is not None)
+        with watched if known is None else nullcontext():
             for i, state in enumerate(states):
                 positions = torch.arange(state.shape[1])[None]
                 rotary = model.rotary_emb(state, positions)
                 states[i] = layer(state, position_ids=positions, position_embeddings=rotary)
-        _search_layer(calibration, index, weights, stored, groups, inputs, group_sizes,
-                      symmetric, dtype, folder)  # fmt: skip
+        if known is None:
+            known = _search_layer(checkpoint, index, weights, stored, groups, inputs, group_sizes,
+                                  symmetric, dtype, folder)  # fmt: skip
+        else:
+            calibration.kept += 1
+        calibration.add(known)
         layer.to("meta")
     return calibration
 
@@ -152,7 +90,7 @@ def _assemble(
 
 
 def _search_layer(
-    calibration: Calibration,
+    checkpoint: Checkpoint,
     index: int,
     weights: Mapping[str, Tensor],
     stored: Mapping[str, tuple[str, ...]],
@@ -162,8 +100,9 @@ def _search_layer(
     symmetric: bool,
     dtype: torch.dtype,
     folder: Path | None,
-) -> None:
-    """Searches all groups of one layer and adds what was found to the calibration."""
+) -> Calibration:
+    """Searches all groups of one layer; its file is written last."""
+    calibration = Calibration(checkpoint, 0)
     heads = heads_of(calibration.checkpoint.spec)
     seen = {name: [c.statistics() for c in found] for name, found in inputs.items()}
     experts = f"{EXPERTS}.gate_up_proj"
@@ -212,18 +151,12 @@ def _search_layer(
                     tensors[f"{stored_name}.{part}"] = _rows_of_part(tensor, 1, i, len(names))
                 calibration.files[stored_name] = _file(folder, index)
     if folder is not None:
-        save_file(tensors, _file(folder, index))
+        save_layer(calibration, tensors, _file(folder, index))
+    return calibration
 
 
 def _file(folder: Path, index: int) -> Path:
-    return folder / f"layer-{index}.safetensors"
-
-
-def _load(path: Path, name: str) -> Int4:
-    with safe_open(path, framework="pt") as file:
-        stored = set(file.keys())
-        keys = [f"{name}.{part}" for part in PARTS]
-        return Int4(*(file.get_tensor(key) for key in keys if key in stored))
+    return folder / LAYERS.replace("*", str(index))
 
 
 def _with_rows(packed: Sequence[Int4], rows: Tensor | None) -> dict[str, Tensor]:

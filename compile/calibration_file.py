@@ -22,8 +22,7 @@ from torch import Tensor
 
 import seekforge.kernels.int4
 import seekforge.models.awq_groups
-from seekforge.compile.awq_smoothing import Factors
-from seekforge.compile.calibration import Calibration, GroupResult
+from seekforge.compile.calibration_result import Calibration
 from seekforge.kernels.int4 import Int4
 from seekforge.models.checkpoint import Checkpoint
 
@@ -67,22 +66,13 @@ def calibration_key(
 def save_calibration(found: Calibrated, folder: Path) -> None:
     """Completes the folder that `calibrate` wrote the layers to."""
     calibration = found.calibration
-    tensors = {f"clip:{name}": clip for name, clip in calibration.clips.items()}
-    for name, factors in calibration.factors.items():
-        for kind, value in (("rows", factors.rows), ("columns", factors.columns)):
-            if value is not None:
-                tensors[f"{kind}:{name}"] = value
-    metadata = {
+    metadata = calibration.to_text() | {
         "key": found.key,
         "checkpoint": calibration.checkpoint.digest(),
         "tokens": str(calibration.tokens),
-        "groups": json.dumps([dataclasses.asdict(group) for group in calibration.groups]),
-        "expert_tokens": json.dumps(calibration.expert_tokens),
         "files": json.dumps({name: file.name for name, file in calibration.files.items()}),
     }
-    # clone: factors of several tensors may share memory, which the format refuses.
-    plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    save_file(plain, folder / FACTORS, metadata)
+    save_file(calibration.to_tensors(), folder / FACTORS, metadata)
 
 
 def load_calibration(checkpoint: Checkpoint, base: Path, key: str) -> Calibrated | None:
@@ -105,19 +95,8 @@ def _load(checkpoint: Checkpoint, folder: Path, key: str) -> Calibrated | None:
             return None
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     calibration = Calibration(checkpoint, int(metadata["tokens"]))
-    for name, tensor in tensors.items():
-        kind, _, stored = name.partition(":")
-        if kind == "clip":
-            calibration.clips[stored] = tensor
-        else:
-            known = calibration.factors.get(stored, Factors())
-            calibration.factors[stored] = dataclasses.replace(known, **{kind: tensor})
+    calibration.fill(tensors, metadata)
     calibration.files = {
         name: folder / file for name, file in json.loads(metadata["files"]).items()
-    }
-    for group in json.loads(metadata["groups"]):
-        calibration.groups.append(GroupResult(**{**group, "linears": tuple(group["linears"])}))
-    calibration.expert_tokens = {
-        int(layer): counts for layer, counts in json.loads(metadata["expert_tokens"]).items()
     }
     return Calibrated(calibration, metadata["key"])

@@ -28,14 +28,8 @@ from seekforge.compile.check_model import (
 )
 from seekforge.compile.check_run import run_memory
 from seekforge.compile.check_text import gigabytes
-from seekforge.compile.options import (
-    FORMS,
-    Options,
-    engine_dtype,
-    int4_options,
-    limits_of,
-    plan_of,
-)
+from seekforge.compile.options import FORMS, Options
+from seekforge.compile.plan import engine_dtype, int4_options, limits_of, plan_of
 from seekforge.compile.profiles import make_profiles
 from seekforge.compile.steps import durations
 from seekforge.compile.workspace import check_workspace
@@ -95,8 +89,8 @@ def _engine(
     dtype = engine_dtype(subject.config, options, backend)
     device = "cuda" if backend.startswith("tensorrt") else options.device
     data: dict[str, Any] = {"dtype": dtype, "device": device, "quant": options.quant}
-    data["runs_here"] = _runs_here(backend, device, options.target, machine)
-    problems = requirements(backend, options.device, dtype, options.target)
+    data["runs_here"] = _runs_here(backend, device, options.tensorrt.targets, machine)
+    problems = requirements(backend, options.device, dtype, options.target, options.strip)
     plan = plan_of(subject, options, backend)
     try:
         examined = examine(
@@ -117,10 +111,10 @@ def _engine(
     return data
 
 
-def _runs_here(backend: str, device: str, target: str, machine: Machine) -> bool:
+def _runs_here(backend: str, device: str, targets: tuple[str, ...], machine: Machine) -> bool:
     if device == "cpu":
         return True
-    return machine.gpu is not None and (backend != "tensorrt-rtx" or machine.capability == target)
+    return machine.gpu is not None and (backend != "tensorrt-rtx" or machine.capability in targets)
 
 
 def _unsupported(subject: Subject, examined: Examined, plan: Plan) -> list[Problem]:

@@ -20,6 +20,9 @@ from seekforge.compile.check_machine import resident_bytes
 from seekforge.compile.check_model import Facts
 from seekforge.compile.liveness import peak_bytes
 from seekforge.compile.quantise import TOKENS
+from seekforge.compile.run_graph_weights import BLOCK as PIECE
+from seekforge.compile.run_graph_weights import HELD_BYTES
+from seekforge.compile.verify_inputs import LENGTHS
 from seekforge.compile.workspace import padded_workspace
 from seekforge.models.spec import ModelSpec
 from seekforge.passes.kv_cache import GraphInput
@@ -33,12 +36,14 @@ TENSORRT_IMPORTS = 105 * MB
 EXPORTED = 27_000  # bytes a call of the exported graph
 BLOCK = 16
 ONNX_IMPORTS = 14 * MB
+KEPT = 30 * MB  # by the process, after passes were proven on their own
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One engine to build. int4: a method of quantisation, or None. executed: whether it will be
-    run and compared with eager. tokenizer_bytes: of the files that are copied."""
+    run and compared with eager. tokenizer_bytes: of the files that are copied. streaming_bytes: of
+    weights that stay on the GPU; None: all."""
 
     backend: str
     device: str
@@ -48,11 +53,13 @@ class Plan:
     executed: bool
     spec: ModelSpec
     tokenizer_bytes: int
+    streaming_bytes: int | None = None
 
     @property
     def subject(self) -> str:
-        """What durations are remembered for."""
-        return subject(self.spec, self.backend, self.device, self.dtype, self.int4)
+        """What durations are remembered for. At level full the passes take longer."""
+        full = " full" if self.verify == "full" else ""
+        return subject(self.spec, self.backend, self.device, self.dtype, self.int4) + full
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +152,18 @@ def _without_caches(program: Program) -> Program:
 
 def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
     """Peak memory by step, in order: of this process, or of a larger one that the step starts."""
-    peaks: dict[str, float] = {"export": floor + EXPORTED * facts.exported}
-    passed = peaks["passes"] = peaks["export"] + 4 * MB
+    peaks: dict[str, float] = {}
+    if plan.proven:
+        peaks["verify passes"] = floor + _proof(facts, plan)
+        floor += KEPT
+    peaks["export"] = floor + EXPORTED * facts.exported
+    passed = peaks["export"] + 4 * MB
+    peaks["passes"] = passed + (0 if plan.proven or plan.verify == "none" else _proof(facts, plan))
     if plan.int4 == "awq-int4":
         peaks["calibration"] = passed + _calibration(plan)
         passed += 0.75 * _calibration(plan)  # not all of it is given back
+        if plan.verify != "none":
+            peaks["verify smoothing"] = passed + _proof(facts, plan)
     peaks["weights"] = passed + facts.pieces
     after = passed + 5 * MB
     if plan.backend == "inductor":
@@ -164,6 +178,19 @@ def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
     if plan.executed:
         peaks["verify"] = after + _verify(facts, plan)
     return peaks
+
+
+def _proof(facts: Facts, plan: Plan) -> float:
+    """Graphs of some layers, with weights in fp32 and in the engine's dtype as far as they are
+    held, and a dozen sets of logits; beyond that what a block of a large weight takes."""
+    spec = plan.spec
+    table = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
+    layers = (spec.parameters - table) / spec.num_layers * (plan.proven or spec.num_layers)
+    both = 1.0 if plan.dtype == "float32" else 1.5
+    weights = 4 * both * (table + layers * (2 if plan.int4 else 1))
+    large = 20 * PIECE + facts.embedding / 2 if weights > HELD_BYTES else 0
+    logits = 12 * both * 4 * sum(LENGTHS) * spec.vocab_size
+    return min(weights, HELD_BYTES) + large + logits + 15 * MB
 
 
 def settled_bytes(verify: int, facts: Facts, plan: Plan) -> int:
@@ -224,7 +251,10 @@ def _seconds(facts: Facts, plan: Plan) -> dict[str, float]:
     weights = facts.weights / 400e6
     if plan.int4 is not None:
         weights += plan.spec.parameters / 6e6
+    proof = 0.25 * 12 + 12 * 60 * plan.spec.parameters / plan.spec.num_layers / 1e10
     return {
+        "verify passes": proof,
+        "verify smoothing": proof / 4,
         "export": 0.6 + 0.0033 * facts.exported,
         "passes": 0.2 + 0.0012 * facts.exported,
         "calibration": 1.5e-6 * plan.spec.parameters,

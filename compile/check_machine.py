@@ -20,15 +20,9 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
+from seekforge.compile.options import PACKAGES
+from seekforge.compile.tensorrt_options import parse_targets, unknown_targets
 from seekforge.runtime.manifest import BACKENDS
-
-# Packages of pyproject.toml whose version matters to a backend, beside torch and transformers.
-PACKAGES = {
-    "inductor": (),
-    "onnxruntime": ("onnx", "onnxruntime"),
-    "tensorrt": ("onnx", "tensorrt"),
-    "tensorrt-rtx": ("onnx", "tensorrt-rtx"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,9 @@ def this_machine() -> Machine:
     )
 
 
-def requirements(backend: str, device: str, dtype: str, target: str) -> list[Problem]:
+def requirements(
+    backend: str, device: str, dtype: str, target: str, strip: bool = False
+) -> list[Problem]:
     """What keeps `backend` from building here at all, each with its remedy."""
     module, extra = BACKENDS[backend]
     if importlib.util.find_spec(module) is None:
@@ -103,6 +99,14 @@ def requirements(backend: str, device: str, dtype: str, target: str) -> list[Pro
         )
     if backend == "tensorrt-rtx":
         found += target_problems(target)
+        if strip and not torch.cuda.is_available():
+            found.append(
+                Problem(
+                    "--strip: TensorRT-RTX lays the weights of such an engine out on a GPU while "
+                    "it builds, and torch sees none",
+                    "build on a machine with an NVIDIA GPU, or leave --strip out",
+                )
+            )
     return found
 
 
@@ -174,17 +178,16 @@ def compiler_problems() -> list[Problem]:
 
 
 def target_problems(target: str) -> list[Problem]:
-    """Whether tensorrt-rtx knows the compute capability."""
+    """Whether tensorrt-rtx knows all of the compute capabilities, as `--target` lists them."""
     import tensorrt_rtx
 
-    names = [n for n in tensorrt_rtx.ComputeCapability.__members__ if n.startswith("SM")]
-    known = [f"{name[2:-1]}.{name[-1]}" for name in names]
-    if target in known:
+    refused = unknown_targets(tensorrt_rtx, parse_targets(target))
+    if refused is None:
         return []
     return [
         Problem(
-            f"--target {target}: tensorrt-rtx builds for compute capability {', '.join(known)}",
-            "give one of these, or build for this GPU with --backend inductor or tensorrt",
+            f"--target {target}: {refused}",
+            "give some of these, or build for this GPU with --backend inductor or tensorrt",
         )
     ]
 

@@ -33,7 +33,7 @@ def _rows(engine: str, manifest: Manifest) -> Iterator[dict[str, Any]]:
     predicted: Any = manifest.predicted
     for step in manifest.steps:
         expected = predicted["steps"].get(step["name"])
-        if expected is not None:
+        if expected is not None and "reused" not in step:
             peak = expected["settled_bytes"] if _settled(step, manifest) else expected["peak_bytes"]
             yield _row(engine, step["name"], "memory", peak, step["peak_bytes"])
             yield _row(engine, step["name"], "seconds", expected["seconds"], step["seconds"])

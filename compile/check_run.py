@@ -30,6 +30,8 @@ def run_memory(
     on_gpu = plan.device == "cuda" or plan.backend.startswith("tensorrt")
     total = gpu_bytes if on_gpu else host_bytes
     weights, workspace = examined.facts.weights, 0
+    if plan.streaming_bytes is not None:
+        weights = min(weights, plan.streaming_bytes)
     if plan.backend == "inductor":
         steps = step_bytes(examined.program, examined.inputs, limits)
         workspace = max(steps.values())

@@ -1,9 +1,9 @@
 """The program `seekforge`: one verb for each stage, in pipeline order.
 
-export -> check -> build, quantize -> compare -> inspect -> generate -> bench. Each verb that writes
-prints the path it wrote; long steps show progress on stderr; --json prints one JSON document on
-stdout. Exit code 2: the input can't be served as given; 1: a step failed or a comparison did not
-pass.
+export -> check -> build, quantize -> compare -> inspect, report -> generate -> bench. Each verb
+that writes prints the path it wrote; long steps show progress on stderr; --json prints one JSON
+document on stdout. Exit code 2: the input can't be served as given; 1: a step failed or a
+comparison did not pass.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from seekforge.compile import verbs
+from seekforge.compile.options import LEVELS
 from seekforge.kernels.errors import SeekforgeError
 
 
@@ -77,6 +78,19 @@ def _parser() -> argparse.ArgumentParser:
     _build_flags(check)
     check.set_defaults(run=verbs.check)
 
+    cache = commands.add_parser("cache", help="show or remove what builds have kept for later")
+    actions = cache.add_subparsers(dest="action", required=True, metavar="list|prune")
+    _json_flag(actions.add_parser("list", help="what is kept, the one used last at the end"))
+    prune = actions.add_parser("prune", help="remove what was not used for long, or is too much")
+    prune.add_argument("--older-than", type=float, metavar="DAYS", help="not used for so long")
+    prune.add_argument(
+        "--max-size", type=float, metavar="GIB",
+        help="until the cache takes no more than this, the one used longest ago first",
+    )  # fmt: skip
+    prune.add_argument("--all", action="store_true", help="everything")
+    _json_flag(prune)
+    cache.set_defaults(run=verbs.cache)
+
     quantize = commands.add_parser(
         "quantize", help="write an INT4 checkpoint in the AutoAWQ layout, and what it lost"
     )
@@ -90,12 +104,26 @@ def _parser() -> argparse.ArgumentParser:
     quantize.set_defaults(run=verbs.quantize)
 
     compare = commands.add_parser("compare", help="compare engines with transformers' eager model")
-    compare.add_argument("engines", nargs="+", type=Path, help="engine directories or bundles")
+    compare.add_argument(
+        "engines", nargs="+", type=Path,
+        help="engine directories or bundles; eager or eager:bfloat16 is transformers' own model",
+    )  # fmt: skip
     compare.add_argument("--checkpoint", help="default: the one the first engine was built from")
-    compare.add_argument("--prompts", type=Path, help="text file, one prompt a line")
+    compare.add_argument(
+        "--prompts", type=Path,
+        help="text file, one prompt a line; .jsonl: {\"prompt\": …} or {\"messages\": …} a line",
+    )  # fmt: skip
     compare.add_argument("--max-tokens", type=int, default=64)
     compare.add_argument("--text", type=Path, help="text file: perplexities on it are compared too")
     compare.add_argument("--text-tokens", type=int, help="use its first N tokens (default: all)")
+    compare.add_argument(
+        "--judge", default="reference",
+        help="reference: what each engine stands for, INT4 decoded (default); checkpoint: the "
+        "unquantised weights, with no limit for quantised engines",
+    )  # fmt: skip
+    compare.add_argument(
+        "--layers", action="store_true", help="also the hidden state behind each layer"
+    )
     _json_flag(compare)
     compare.set_defaults(run=verbs.compare)
 
@@ -109,8 +137,16 @@ def _parser() -> argparse.ArgumentParser:
         "--graph", action="store_true",
         help="of a checkpoint: export, run the passes, count what is left (always without weights)",
     )  # fmt: skip
+    inspect.add_argument(
+        "--layers", action="store_true",
+        help="of a TensorRT engine: each kernel with the operators and source lines it came from",
+    )  # fmt: skip
     _json_flag(inspect)
     inspect.set_defaults(run=verbs.inspect)
+
+    report = commands.add_parser("report", help="write report.html of an engine again")
+    report.add_argument("engine", type=Path, help="engine directory")
+    report.set_defaults(run=verbs.report)
 
     generate = commands.add_parser("generate", help="continue a prompt with an engine")
     generate.add_argument("engine", type=Path, help="engine directory or bundle")
@@ -157,10 +193,30 @@ def _build_flags(build: argparse.ArgumentParser) -> None:
     )
     build.add_argument("--max-chunk", type=int, default=512, help="prefill tokens of one step")
     build.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
-    build.add_argument("--target", default="8.9", help="compute capability for tensorrt-rtx")
+    build.add_argument(
+        "--target", default="8.9", metavar="SM[,SM…]",
+        help="compute capabilities a tensorrt-rtx engine is for: sm_86,sm_89 (default: 8.9)",
+    )  # fmt: skip
+    build.add_argument(
+        "--strip", action="store_true",
+        help="TensorRT: keep the weights beside the engine; new weights then need no new engine",
+    )  # fmt: skip
+    build.add_argument(
+        "--weight-streaming", type=float, metavar="GIB",
+        help="TensorRT: weights that stay on the GPU; the others are fetched in every step",
+    )  # fmt: skip
     build.add_argument("--quant", metavar="METHOD", help="rtn-int4 or awq-int4; default: none")
     _int4_flags(build)
-    build.add_argument("--no-verify", action="store_true", help="skip the comparison with eager")
+    build.add_argument(
+        "--verify", nargs="?", const="cheap", default="cheap", choices=LEVELS,
+        help="cheap: every pass on one layer of each kind, the engine against eager (default); "
+        "full: every pass on the whole model; none",
+    )  # fmt: skip
+    build.add_argument("--no-verify", action="store_true", help="the same as --verify none")
+    build.add_argument(
+        "--no-cache", action="store_true",
+        help="make everything anew: no engine, weights or package of an earlier build is taken",
+    )  # fmt: skip
     _json_flag(build)
 
 
@@ -179,12 +235,11 @@ def _json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _quiet_libraries() -> None:
-    """The libraries' own chatter (progress bars, deprecations) is not about the user's input."""
-    import transformers
-
+    """The libraries' own chatter (progress bars, deprecations) is not about the user's input. They
+    read these variables when they are imported, which not every verb needs."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,12 @@ KNOWN = (
         "onnxruntime or inductor",
     ),
     Known(
+        TENSORRT, r"graph_jit\.cpp.*CUDA_SUCCESS",
+        "an engine whose weights can be changed is laid out on a GPU while it is built, and there "
+        "is none, or no driver",
+        "build on a machine with an NVIDIA GPU, or leave --strip out",
+    ),
+    Known(
         TENSORRT, r"no optimization profile has been defined|missing dimensions in profile",
         "an input with dynamic dimensions has no range in a profile",
         "the graph's inputs and the profiles must list the same names",

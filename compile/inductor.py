@@ -6,15 +6,18 @@ each linear layer and the attention become loops that Inductor writes itself (ke
 them with their neighbours; in model.pt2 attention stays a call of our operator.
 
 Inductor spends most of its time in single-threaded Python, so each package is compiled by a process
-of its own: `python -m seekforge.compile.inductor JOB`.
+of its own: `python -m seekforge.compile.inductor JOB PARENT`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from seekforge.passes.kv_cache import TRACE_SIZES, GraphInput
 from seekforge.passes.linears import LINEAR
 from seekforge.passes.program import Program
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MODEL_NAME = "model.pt2"
 DECODE_NAME = "decode.pt2"
 
@@ -96,24 +100,30 @@ class Job:
 
 
 def lower_inductor(
-    program: Program, inputs: Sequence[GraphInput], device: str, folder: Path
+    program: Program,
+    inputs: Sequence[GraphInput],
+    device: str,
+    folder: Path,
+    decode: bool = True,
 ) -> None:
     """Compiles `program` into packages in `folder`, side by side.
 
-    device: "cpu" or "cuda". Raises BuildError with Inductor's own message.
+    device: "cpu" or "cuda". decode: whether the CPU gets a package for one token too. Raises
+    BuildError with Inductor's own message.
     """
     assert program.form == "ragged"
     targets = {MODEL_NAME: dict[str, int]()}
-    if device == "cpu":
+    if device == "cpu" and decode:
         targets[DECODE_NAME] = ONE_TOKEN
     running = []
     try:
         for name, fixed in targets.items():
             job = folder / f"{name}.job"
-            module = _copy(program)
+            module = module_of(program)
             torch.save(Job(module, tuple(inputs), device, folder / name, fixed), job)
             log = (folder / f"{name}.log").open("w+")
             command = [sys.executable, "-m", "seekforge.compile.inductor", str(job)]
+            command.append(str(os.getpid()))
             running.append((name, subprocess.Popen(command, stdout=log, stderr=log), log))
         for name, process, log in running:
             if code := process.wait():
@@ -129,7 +139,7 @@ def lower_inductor(
                 (folder / f"{name}{suffix}").unlink(missing_ok=True)
 
 
-def _copy(program: Program) -> fx.GraphModule:
+def module_of(program: Program) -> fx.GraphModule:
     """The graph and its meta parameters, without the nodes' metadata, which can't be stored."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
@@ -304,5 +314,14 @@ def _lower_int4_gemv(x: Any, qweight: Any, scales: Any, zeros: Any, chosen: Any)
     return y
 
 
+def _end_with(parent: int) -> None:
+    """A build that is killed takes its compilations along: the next one needs the processor."""
+    with suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before that
+        sys.exit(1)
+
+
 if __name__ == "__main__":
+    _end_with(int(sys.argv[2]))
     compile_package(torch.load(sys.argv[1], weights_only=False))

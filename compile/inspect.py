@@ -8,7 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from seekforge.compile.account import account, format_account
+from seekforge.compile.account import account
+from seekforge.compile.account_text import format_account, format_passes, format_unknown
+from seekforge.compile.account_unknown import account_unknown, unknown_config
 from seekforge.compile.quantise import format_groups
 from seekforge.kernels.errors import EngineError, InputError
 from seekforge.models.checkpoint import open_checkpoint
@@ -29,7 +31,8 @@ GPU_BYTES = (150_754_820_096, 85_899_345_920)  # as CUDA reports them: an H200, 
 
 
 def describe(path: Path, graph: bool = False) -> dict[str, Any]:
-    """{"checkpoint": …}, {"config": …} or {"engines": {name: …}}.
+    """{"checkpoint": …}, {"config": …}, {"engines": {name: …}}, or {"unknown": …} for a model that
+    `build` refuses because no family describes it.
 
     graph: account for the graph after all passes too, which takes up to a minute; always done for a
     configuration without weights. Raises InputError where `path` is nothing of the kind.
@@ -40,7 +43,10 @@ def describe(path: Path, graph: bool = False) -> dict[str, Any]:
     if engines:
         return {"engines": {e.name: _engine(read_manifest(e), e) for e in engines}}
     file = path if path.suffix == ".json" else path / "config.json"
-    if file.is_file() and (file == path or not has_weights(path)):
+    bare = file == path or not has_weights(path)
+    if file.is_file() and (bare or graph) and (unknown := unknown_config(file)):
+        return {"unknown": {"path": str(path), **account_unknown(unknown)}}
+    if file.is_file() and bare:
         config = parse_config(file)
         spec = ModelSpec.from_config(config).to_dict()
         return {"config": {"path": str(path), **spec, "graph": account(config)}}
@@ -82,6 +88,8 @@ def _engine(manifest: Manifest, path: Path) -> dict[str, Any]:
 
 
 def format_description(described: dict[str, Any]) -> str:
+    if "unknown" in described:
+        return format_unknown(described["unknown"])
     if "engines" not in described:
         (data,) = described.values()
         lines = [f"{key:<24}{value}" for key, value in data.items() if key != "graph"]
@@ -118,20 +126,14 @@ def _format_engine(name: str, engine: dict[str, Any]) -> str:
             lines += [
                 f"    {line}" for line in format_groups(quantization["calibration"]).split("\n")
             ]
-    lines.append("  passes")
-    for result in engine["passes"]:
-        lines.append(
-            f"    {result['name']:<16}fired {result['fired']:>4}   nodes "
-            f"{result['nodes_before']:>5} -> {result['nodes_after']:<5} {result['seconds']:6.2f} s"
-        )
-        for miss in result["misses"][:3]:
-            lines.append(f"      near-miss {miss['node']} ({miss['source']}): {miss['reason']}")
+    lines += [f"  {line}" for line in format_passes(engine["passes"])]
     if engine["memory"]:
         lines += _memory(engine)
     if engine["layers"]:
         lines.append("  layers")
         for kind, counts in engine["layers"].items():
-            lines.append(f"    {kind}: {_counts(counts)}")
+            if kind != "table":  # `inspect --layers` shows it
+                lines.append(f"    {kind}: {_counts(counts)}")
     for index, profile in enumerate(engine["profiles"]):
         lines.append(f"  profile {index}")
         for tensor, sizes in profile.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,17 @@ from typing import Any
 import torch
 
 from seekforge.compile import inductor, liveness, onnx, profiles, tensorrt
+from seekforge.compile.onnx_nodes import OnnxNodes
 from seekforge.compile.steps import Steps
+from seekforge.compile.tensorrt_config import TIMING_CACHE
+from seekforge.compile.tensorrt_options import TensorRTOptions
+from seekforge.compile.tensorrt_plan import keep_plan, plan_digest
+from seekforge.compile.tensorrt_table import layer_table
 from seekforge.compile.weights import WEIGHTS_NAME
 from seekforge.passes.kv_cache import GraphInput
 from seekforge.passes.program import Program
 from seekforge.runtime.manifest import KVLayout, Limits
-from seekforge.runtime.profiles import profile_to_json
+from seekforge.runtime.profiles import Profile, profile_to_json
 
 MODEL_NAME = "model.onnx"
 ENGINE_NAME = "model.engine"
@@ -24,7 +30,7 @@ ENGINE_NAME = "model.engine"
 class Lowering:
     """One engine to be made. folder: holds the weights file, and gets the backend's files.
 
-    target: compute capability, for tensorrt-rtx. logs: folder for the backend's own log.
+    logs: folder for the backend's own log.
     """
 
     backend: str
@@ -35,7 +41,7 @@ class Lowering:
     device: str
     limits: Limits
     kv: KVLayout
-    target: str
+    tensorrt: TensorRTOptions
     logs: Path
     steps: Steps
 
@@ -88,26 +94,42 @@ def _onnxruntime(job: Lowering) -> dict[str, Any]:
 
 def _tensorrt(job: Lowering) -> dict[str, Any]:
     _write_onnx(job)
-    ranges = profiles.make_profiles(job.limits, job.kv)
     rtx = job.backend == "tensorrt-rtx"
+    options = job.tensorrt if rtx else dataclasses.replace(job.tensorrt, targets=())
+    ranges = profiles.make_profiles(job.limits, job.kv)
+    digest, facts = None, None
+    if options.strip:
+        digest = plan_digest(job.folder / MODEL_NAME, job.backend, ranges, options)
+        facts = keep_plan(job.logs / job.backend, digest, job.folder / ENGINE_NAME)
+    if facts is None:
+        facts = _built(job, options, ranges)
+    else:
+        job.steps.console.print("    plan kept: only weights are new", highlight=False)
+    if not options.strip:  # the engine holds its own copy; the ONNX files were only the way there
+        (job.folder / MODEL_NAME).unlink()
+        (job.folder / WEIGHTS_NAME).unlink()
+    kept = {"plan": digest, "stripped": options.strip, "streaming_bytes": options.streaming_bytes}
+    return {**facts, "device": "cuda", "tensorrt": kept}
+
+
+def _built(job: Lowering, options: TensorRTOptions, ranges: list[Profile]) -> dict[str, Any]:
+    model = job.folder / MODEL_NAME
     with job.steps.step(f"{job.backend} build"):
         result = tensorrt.build_tensorrt(
-            job.folder / MODEL_NAME,
+            model,
             job.folder / ENGINE_NAME,
             product=job.backend,
             profiles=ranges,
-            compute_capabilities=[job.target] if rtx else [],
+            options=options,
             log_path=job.logs / f"{job.backend}.log",
+            timing_path=job.logs / TIMING_CACHE if job.backend == "tensorrt" else None,
             allow_unfused_attention=job.dtype == "float32",
         )
-    # The engine holds its own copy of the weights; the ONNX files were only the way there.
-    (job.folder / MODEL_NAME).unlink()
-    (job.folder / WEIGHTS_NAME).unlink()
+    table = layer_table(result.compiled, OnnxNodes(model), job.program, len(ranges))
     return {
         "backend_version": result.backend_version,
-        "device": "cuda",
-        "compute_capability": job.target if rtx else None,
-        "layers": result.layers,
+        "compute_capability": ",".join(options.targets) or None,
+        "layers": {**result.layers, "table": table},
         "profiles": tuple(profile_to_json(profile) for profile in ranges),
         "inputs": result.inputs,
         "outputs": result.outputs,

@@ -39,9 +39,7 @@ def write_onnx(
     Raises BuildError for an operator that has no translation, naming its source line.
     """
     assert program.form == "padded" and weights.parent == path.parent
-    builder = OnnxBuilder(program, weights, target)
-    for node in program.graph.nodes:
-        _translate(builder, node)
+    builder = translated(program, weights, target)
     outputs = [
         helper.make_tensor_value_info(o.name, DTYPES[o.dtype], list(o.dims))
         for o in graph_outputs(program)
@@ -65,6 +63,14 @@ def write_onnx(
     _write(model, path)
     _check(model, path)
     return model
+
+
+def translated(program: Program, weights: Path, target: str) -> OnnxBuilder:
+    """The builder with the ONNX nodes of the whole graph; its `values` has the names of theirs."""
+    builder = OnnxBuilder(program, weights, target)
+    for node in program.graph.nodes:
+        _translate(builder, node)
+    return builder
 
 
 def _write(model: onnx.ModelProto, path: Path) -> None:

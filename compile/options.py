@@ -1,23 +1,14 @@
-"""What to build: the options of `build` and `check`, and what follows from them for one engine."""
+"""What to build: the options of `build` and `check`. Plain values: needs no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedConfig
-
-from seekforge.compile.bundle import TOKENIZER_FILES
-from seekforge.compile.check_costs import Plan
-from seekforge.compile.check_model import Subject
-from seekforge.compile.export import DTYPES
-from seekforge.compile.quantise import QUANTISATIONS
+from seekforge.compile.tensorrt_options import TensorRTOptions, parse_streaming, parse_targets
 from seekforge.kernels.errors import InputError
-from seekforge.models.checkpoint import INT4, Checkpoint
-from seekforge.models.spec import check_max_len
-from seekforge.passes.int4 import Int4Options
-from seekforge.runtime.manifest import BACKENDS, Limits
+from seekforge.passes.int4_options import QUANTISATIONS, Int4Options
+from seekforge.runtime.manifest import BACKENDS, DTYPE_BYTES
 
 FORMS = {
     "inductor": "ragged",
@@ -25,7 +16,14 @@ FORMS = {
     "tensorrt": "padded",
     "tensorrt-rtx": "padded",
 }
-DEFAULT_MAX_LEN = 2048
+LEVELS = ("none", "cheap", "full")  # of verification (compile/verify_level.py)
+# Packages of pyproject.toml whose version matters to a backend, beside torch and transformers.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "inductor": (),
+    "onnxruntime": ("onnx", "onnxruntime"),
+    "tensorrt": ("onnx", "tensorrt"),
+    "tensorrt-rtx": ("onnx", "tensorrt-rtx"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,11 @@ class Options:
     dtype "auto": float32 on the CPU, the checkpoint's own on a GPU, float16 for TensorRT.
 
     max_len: tokens of a sequence; None: the model's own, at most 2048. max_chunk: prefill tokens of
-    a step. target: compute capability of tensorrt-rtx engines. quant: one of QUANTISATIONS, with
-    the details in `int4`. calib: text (file or folder) for awq-int4; None: the built-in text.
+    a step. target: compute capabilities of tensorrt-rtx engines; strip, weight_streaming (GiB of
+    weights on the GPU): see tensorrt_options.py. quant: one of QUANTISATIONS, with the details in
+    `int4`. calib: text (file or folder) for awq-int4; None: the built-in text. cache: what is there
+    already, or was kept by an earlier build, is taken, and what is made is kept. verify: one of
+    LEVELS.
     """
 
     backends: tuple[str, ...] = ("inductor", "onnxruntime", "tensorrt-rtx")
@@ -47,10 +48,13 @@ class Options:
     max_chunk: int = 512
     block_size: int = 16
     target: str = "8.9"
-    verify: bool = True
+    strip: bool = False
+    weight_streaming: float | None = None
+    verify: str = "cheap"
     quant: str | None = None
     calib: Path | None = None
     int4: Int4Options = field(default_factory=Int4Options)
+    cache: bool = True
 
     def __post_init__(self) -> None:
         for backend in self.backends:
@@ -58,67 +62,32 @@ class Options:
                 raise InputError(f"--backend {backend}: unknown; one of {', '.join(BACKENDS)}")
         if not self.backends:
             raise InputError("no backend named; give at least one with --backend")
-        if self.dtype not in ("auto", *DTYPES):
-            raise InputError(f"--dtype {self.dtype}: unknown; one of auto, {', '.join(DTYPES)}")
+        if self.dtype not in ("auto", *DTYPE_BYTES):
+            raise InputError(
+                f"--dtype {self.dtype}: unknown; one of auto, {', '.join(DTYPE_BYTES)}"
+            )
         if self.device not in ("cpu", "cuda"):
             raise InputError(f"--device {self.device}: unknown; cpu or cuda")
+        if self.verify not in LEVELS:
+            raise InputError(f"--verify {self.verify}: unknown; one of {', '.join(LEVELS)}")
         if self.quant not in (None, *QUANTISATIONS):
             raise InputError(f"--quant {self.quant}: unknown; one of {', '.join(QUANTISATIONS)}")
         if self.calib is not None and self.quant != "awq-int4":
             raise InputError(f"--calib {self.calib}: only --quant awq-int4 looks at text")
+        if (self.strip or self.weight_streaming is not None) and not any(
+            backend.startswith("tensorrt") for backend in self.backends
+        ):
+            option = "--strip" if self.strip else "--weight-streaming"
+            raise InputError(
+                f"{option}: only TensorRT engines have it; --backend is {', '.join(self.backends)}"
+            )
+        _ = self.tensorrt  # refuses targets and sizes that can't be read
         for name in ("max_batch", "max_len", "max_chunk", "block_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} is {value}; at least 1 was expected")
 
-
-def limits_of(config: PreTrainedConfig, options: Options) -> Limits:
-    """Raises InputError for a length that the model has not."""
-    max_len = options.max_len or min(DEFAULT_MAX_LEN, config.max_position_embeddings)
-    check_max_len(config, max_len)
-    return Limits(max_len, options.max_batch, min(options.max_chunk, max_len))
-
-
-def engine_dtype(config: PreTrainedConfig, options: Options, backend: str) -> str:
-    if options.dtype != "auto":
-        return options.dtype
-    if backend.startswith("tensorrt"):
-        return "float16"
-    if options.device == "cpu":
-        return "float32"
-    stored = str(config.dtype).removeprefix("torch.")
-    return stored if stored in DTYPES else "bfloat16"
-
-
-def int4_options(checkpoint: Checkpoint | None, options: Options) -> Int4Options | None:
-    """How weights become INT4: as the checkpoint has them, or as asked for; None: not at all.
-    Raises InputError where both are said."""
-    quant = checkpoint.quant if checkpoint is not None else None
-    if quant is None or checkpoint is None:
-        return None if options.quant is None else options.int4
-    if options.quant is not None:
-        raise InputError(
-            f"--quant {options.quant}: {checkpoint.path} holds INT4 weights already "
-            f"({quant.method}); leave --quant out, or give the unquantised checkpoint"
-        )
-    stored = frozenset(n for n, t in checkpoint.tensors.items() if t.dtype == INT4)
-    # A group size of -1 is the whole row: larger than any.
-    size = quant.group_size if quant.group_size > 0 else 1 << 30
-    return Int4Options(size, quant.symmetric, (), stored)
-
-
-def plan_of(subject: Subject, options: Options, backend: str) -> Plan:
-    """The engine for one backend, as the predictions see it."""
-    quant = subject.checkpoint.quant if subject.checkpoint else None
-    files = [subject.path / name for name in TOKENIZER_FILES] if subject.checkpoint else []
-    return Plan(
-        backend=backend,
-        device=options.device,
-        dtype=engine_dtype(subject.config, options, backend),
-        limits=limits_of(subject.config, options),
-        int4=options.quant or (quant.method if quant else None),
-        executed=options.verify
-        and (not backend.startswith("tensorrt") or torch.cuda.is_available()),
-        spec=subject.spec,
-        tokenizer_bytes=sum(file.stat().st_size for file in files if file.is_file()),
-    )
+    @property
+    def tensorrt(self) -> TensorRTOptions:
+        streaming = parse_streaming(self.weight_streaming)
+        return TensorRTOptions(parse_targets(self.target), self.strip, streaming)

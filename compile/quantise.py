@@ -15,8 +15,8 @@ import torch
 from transformers import AutoTokenizer
 
 from seekforge.compile.awq_export import DTYPE, awq_tensors, write_awq
-from seekforge.compile.bundle import atomic_directory, check_writable
-from seekforge.compile.calibration import calibrate
+from seekforge.compile.bundle import atomic_directory, check_writable, exclusive
+from seekforge.compile.calibration import LAYERS, calibrate
 from seekforge.compile.calibration_file import (
     CALIBRATION_NAME,
     KEY_LETTERS,
@@ -33,9 +33,9 @@ from seekforge.compile.steps import Steps
 from seekforge.compile.weights import Source
 from seekforge.kernels.errors import InputError
 from seekforge.models.checkpoint import Checkpoint, open_checkpoint
-from seekforge.passes.int4 import Int4Options
+from seekforge.passes.int4_options import QUANTISATIONS as QUANTISATIONS
+from seekforge.passes.int4_options import Int4Options
 
-QUANTISATIONS = ("rtn-int4", "awq-int4")
 TOKENS = 16384  # of the text, at most
 METHODS = {"common": "RTN with scales of largest / 7", "rtn": "RTN", "awq": "AWQ"}
 
@@ -52,18 +52,24 @@ def calibrated(
     named by its key, or a new one, kept there."""
     key = calibration_key(cut, group_sizes, symmetric)
     folder = base / key[:KEY_LETTERS]
-    known = load_calibration(checkpoint, base, key)
-    if known is not None:
-        return known
-    # Scales are searched in fp32 and rounded to each engine's dtype when it is written.
     base.mkdir(parents=True, exist_ok=True)
-    with steps.step("calibration"), atomic_directory(folder) as made:
-        found = Calibrated(
-            calibrate(checkpoint, cut, group_sizes, symmetric, torch.float32, folder=made), key
-        )
-        save_calibration(found, made)
-    kept = load_calibration(checkpoint, base, key)  # its files are in their place now
+    with exclusive(folder):
+        known = load_calibration(checkpoint, base, key)
+        if known is not None:
+            return known
+        # Scales are searched in fp32 and rounded to each engine's dtype when it is written.
+        with steps.step("calibration"), atomic_directory(folder, LAYERS) as made:
+            found = Calibrated(
+                calibrate(checkpoint, cut, group_sizes, symmetric, torch.float32, folder=made), key
+            )
+            save_calibration(found, made)
+        kept = load_calibration(checkpoint, base, key)  # its files are in their place now
     assert kept is not None, folder
+    if found.calibration.kept:
+        steps.console.print(
+            f"    {found.calibration.kept} layers were found by a build that was killed",
+            highlight=False, style="dim",
+        )  # fmt: skip
     plain, error = kept.calibration.mean_errors
     steps.console.print(
         f"    {kept.calibration.tokens:,} tokens; mean output error of a layer "
@@ -157,7 +163,7 @@ def quantise_checkpoint(
         found = calibrated(checkpoint, seen, fits, options.symmetric, kept, steps)
         report["calibration"] = summary(found)
         source = found
-    with atomic_directory(out) as made:
+    with exclusive(out), atomic_directory(out) as made:
         write_awq(checkpoint, source, fits, options.group_size, options.symmetric, made)
     if cut:
         awq = source if method == "awq-int4" else None

@@ -21,7 +21,8 @@ from seekforge.models.default import user_cache
 
 
 class Steps:
-    """Runs named steps. `done` is the manifest's list of {"name", "seconds", "peak_bytes"}."""
+    """Runs named steps. `done` is the manifest's list of {"name", "seconds", "peak_bytes"}, with
+    "reused" in those that were not done again: where their result came from."""
 
     def __init__(self, subject: str, console: Console | None = None) -> None:
         """subject: what durations are remembered for, such as "llama 30x576 float32"."""
@@ -58,6 +59,13 @@ class Steps:
             f"  {name:<34} {seconds:7.1f} s   peak {peak / 2**30:5.2f} GiB   {detail}".rstrip(),
             highlight=False,
         )
+
+    def reused(self, name: str, detail: str) -> None:
+        """Shows and keeps that a step was not done again; what it takes stays as it is known."""
+        self.done.append(
+            {"name": name, "seconds": 0.0, "peak_bytes": peak_bytes(), "reused": detail}
+        )
+        self.console.print(f"  {name:<34}   reused   {detail}", highlight=False)
 
 
 def peak_bytes() -> int:

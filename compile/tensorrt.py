@@ -10,13 +10,20 @@ for the GPU of the machine it runs on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from seekforge.compile.failures import worded
 from seekforge.compile.onnx_nodes import OnnxNodes
+from seekforge.compile.tensorrt_config import (
+    Progress,
+    configure,
+    load_timing,
+    progress_monitor,
+    save_timing,
+)
 from seekforge.compile.tensorrt_layers import (
     CompiledLayer,
     activation_bytes,
@@ -26,6 +33,7 @@ from seekforge.compile.tensorrt_layers import (
 )
 from seekforge.compile.tensorrt_messages import builder_failure
 from seekforge.compile.tensorrt_network import ParsedNetwork
+from seekforge.compile.tensorrt_options import TensorRTOptions
 from seekforge.kernels.errors import BuildError, EngineError
 from seekforge.runtime.manifest import TensorSpec
 from seekforge.runtime.profiles import Profile
@@ -34,7 +42,7 @@ from seekforge.runtime.tensorrt_api import Log, capture, import_tensorrt, proces
 
 # B49: the session binds int64 as int64. UINT8 data: zero points, 0..15, folded at build time.
 HARMLESS = ("Int64 binding", "UINT8 data")
-Progress = Callable[[str, float], None]  # phase as the backend names it, its fraction done
+DEFAULT = TensorRTOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +69,17 @@ def build_tensorrt(
     *,
     product: str,
     profiles: Sequence[Profile],
-    compute_capabilities: Sequence[str] = (),
+    options: TensorRTOptions = DEFAULT,
     log_path: Path | None = None,
+    timing_path: Path | None = None,
     workspace_bytes: int | None = None,
     allow_unfused_attention: bool = False,
     progress: Progress | None = None,
 ) -> TensorRTResult:
     """Builds `onnx_path` into the file `out`; the backend's whole log goes to `log_path`.
 
-    `compute_capabilities` ("8.9"): targets of tensorrt-rtx, at least one; `tensorrt` takes none.
+    `options`: targets are those of tensorrt-rtx, at least one; `tensorrt` takes none.
+    `timing_path`: measurements of kernels that earlier builds made and this one adds to.
     `allow_unfused_attention`: needed for float32, which has no fused kernel for many queries.
     Raises `BuildError` naming the ONNX node and its source line; `out` is then left untouched.
     """
@@ -92,17 +102,16 @@ def build_tensorrt(
         flag = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         network = ParsedNetwork(product, builder.create_network(flag), logger, nodes, log_path)
         config = builder.create_builder_config()
-        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # logs the compiled layers
-        if workspace_bytes is not None:
-            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
-        _set_targets(trt, config, product, compute_capabilities)
+        configure(trt, config, product, options, workspace_bytes)
+        timings = load_timing(config, timing_path)
         _add_profiles(product, builder, config, profiles, network, nodes, log, log_path)
-        config.progress_monitor = monitor = _monitor(trt, progress)
+        config.progress_monitor = monitor = progress_monitor(trt, progress)
         plan = builder.build_serialized_network(network.network, config)
         if monitor.stopped is not None:
             raise monitor.stopped
         if plan is None:
             raise builder_failure(product, nodes, log.errors, log_path)
+        save_timing(timings, timing_path)
     compiled = compiled_layers((text for _, text in log.messages), len(profiles))
     attention = network.attention
     warnings = [text for text in log.warnings if not any(kind in text for kind in HARMLESS)]
@@ -115,7 +124,7 @@ def build_tensorrt(
         engine=out,
         size=out.stat().st_size,
         backend_version=trt.__version__,
-        compute_capabilities=tuple(compute_capabilities),
+        compute_capabilities=options.targets,
         inputs=_specs(network.inputs, nodes),
         outputs=_specs(network.outputs, nodes),
         profiles=tuple(profiles),
@@ -128,31 +137,6 @@ def build_tensorrt(
         seconds=time.monotonic() - start,
         log_path=log_path,
     )
-
-
-def _set_targets(trt: Any, config: Any, product: str, targets: Sequence[str]) -> None:
-    if product == "tensorrt":
-        if targets:
-            raise BuildError(
-                f"tensorrt builds for the GPU it runs on; compute capability {', '.join(targets)} "
-                "cannot be chosen (--backend tensorrt-rtx can)"
-            )
-        return
-    known = {
-        f"{name[2:-1]}.{name[-1]}": value
-        for name, value in trt.ComputeCapability.__members__.items()
-        if name.startswith("SM")
-    }
-    unknown = [target for target in targets if target not in known]
-    if unknown or not targets:
-        raise BuildError(
-            f"compute capability {', '.join(unknown) or '(none given)'}: tensorrt-rtx builds for "
-            f"{', '.join(known)}; give one of them with --target, or build for another GPU with "
-            "--backend inductor or tensorrt"
-        )
-    config.num_compute_capabilities = len(targets)
-    for index, target in enumerate(targets):
-        config.set_compute_capability(known[target], index)
 
 
 def _add_profiles(
@@ -175,33 +159,6 @@ def _add_profiles(
             made.set_shape(name, sizes.min, sizes.opt, sizes.max)
         if config.add_optimization_profile(made) < 0:
             raise builder_failure(product, nodes, log.errors, log_path)
-
-
-def _monitor(trt: Any, progress: Progress | None) -> Any:
-    """A progress monitor. An exception in `progress` (Ctrl-C too) cancels the build and is kept in
-    `stopped`, because TensorRT swallows what its callbacks raise."""
-
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-            self.steps: dict[str, int] = {}
-            self.stopped: BaseException | None = None
-
-        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-            self.steps[name] = max(1, steps)
-
-        def phase_finish(self, name: str) -> None:
-            self.steps.pop(name, None)
-
-        def step_complete(self, name: str, step: int) -> bool:
-            try:
-                if progress is not None:
-                    progress(name, min(1.0, (step + 1) / self.steps.get(name, 1)))
-            except BaseException as error:
-                self.stopped = error
-            return self.stopped is None
-
-    return Monitor()
 
 
 def _check_fused(

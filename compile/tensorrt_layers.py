@@ -16,8 +16,10 @@ from typing import Any
 _LAYER = re.compile(
     r"^Name: (?P<name>.*?), LayerType: (?P<kind>[^,]+), .*?Metadata: (?P<nodes>.*)$", re.M
 )
-_NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=\[ONNX Layer: |$)")
+# Several names have the ASCII unit separator between them, which terminals do not show.
+_NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=\x1f?\[ONNX Layer: |$)")
 _GROUP = re.compile(r"_myl(\d+)_\d+$")  # compiled subgraph and position within it
+_PROFILE = re.compile(r"\[profile (\d+)\]")  # of a layer outside the subgraphs
 _ACTIVATION = re.compile(r"Total Activation Memory: (\d+)")
 HEADING = "Layers:"
 
@@ -38,7 +40,7 @@ class CompiledLayer:
 
 
 def parse_nodes(metadata: str) -> tuple[str, ...]:
-    """`[ONNX Layer: a][ONNX Layer: b]` -> ("a", "b")"""
+    """`[ONNX Layer: a]<unit separator>[ONNX Layer: b]` -> ("a", "b")"""
     return tuple(_NODE.findall(metadata.strip()))
 
 
@@ -53,6 +55,8 @@ def compiled_layers(messages: Iterable[str], num_profiles: int) -> list[Compiled
     for match in found:
         group = _GROUP.search(match["name"])
         profile = groups.index(int(group[1])) // per_profile if group else 0
+        if group is None and (said := _PROFILE.search(match["name"])):
+            profile = int(said[1])
         nodes = parse_nodes(match["nodes"])
         layers.append(CompiledLayer(profile, match["name"], match["kind"], nodes))
     return layers

@@ -29,21 +29,32 @@ def _options(args: argparse.Namespace) -> Any:
 
     given = [name for value in args.backend or [] for name in value.replace(" ", ",").split(",")]
     backends = tuple(name for name in dict.fromkeys(given) if name) or Options().backends
-    same = ("dtype", "device", "max_batch", "max_len", "max_chunk", "block_size", "target", "quant")
+    same = (
+        "dtype", "device", "max_batch", "max_len", "max_chunk", "block_size", "target", "strip",
+        "weight_streaming", "quant",
+    )  # fmt: skip
     return Options(
         backends=backends,
-        verify=not args.no_verify,
+        verify="none" if args.no_verify else args.verify,
         calib=args.calib,
+        cache=not args.no_cache,
         int4=_int4_options(args),
         **{name: getattr(args, name) for name in same},
     )
 
 
 def build(args: argparse.Namespace) -> int:
-    from seekforge.compile.build import build
+    from seekforge.compile.build_cache_reuse import reusable
     from seekforge.models.default import resolve_checkpoint
 
-    engines = build(resolve_checkpoint(args.checkpoint), args.out, _options(args))
+    checkpoint, options = resolve_checkpoint(args.checkpoint), _options(args)
+    engines = reusable(checkpoint, args.out, options)
+    if engines is not None:
+        print(f"unchanged: {', '.join(engine.name for engine in engines)}", file=sys.stderr)
+    else:
+        from seekforge.compile.build import build
+
+        engines = build(checkpoint, args.out, options)
     if args.json:
         _print_json([str(engine) for engine in engines])
     else:
@@ -64,6 +75,22 @@ def check(args: argparse.Namespace) -> int:
     return _show(args, report, format_check, report["ok"])
 
 
+def cache(args: argparse.Namespace) -> int:
+    from seekforge.compile.build_cache import prune
+    from seekforge.compile.build_cache_text import account, format_account
+
+    if args.action == "list":
+        return _show(args, account(), format_account)
+    if not args.all and args.older_than is None and args.max_size is None:
+        raise InputError("cache prune: say what goes: --older-than DAYS, --max-size GIB or --all")
+    days, gib = args.older_than, args.max_size
+    if min(days or 0, gib or 0) < 0:
+        raise InputError(f"cache prune: {days or gib} is negative")
+    seconds = float("-inf") if args.all else None if days is None else days * 24 * 3600
+    removed = prune(None if gib is None else int(gib * 2**30), seconds)
+    return _show(args, account(removed), format_account)
+
+
 def quantize(args: argparse.Namespace) -> int:
     from seekforge.compile.perplexity import read_text
     from seekforge.compile.quantise import format_report, quantise_checkpoint
@@ -78,24 +105,38 @@ def quantize(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from seekforge.compile.compare import compare, format_table
+    from seekforge.compile.compare import compare, eager_dtype
+    from seekforge.compile.compare_receipt import write_receipts
+    from seekforge.compile.compare_text import format_table
     from seekforge.compile.perplexity import read_text
-    from seekforge.compile.prompts import PROMPTS
+    from seekforge.compile.prompts import PROMPTS, Prompt, read_prompts
 
-    prompts: Sequence[str] = PROMPTS
-    if args.prompts:
-        prompts = _read_prompts(args.prompts)
+    prompts: Sequence[Prompt] = read_prompts(args.prompts) if args.prompts else PROMPTS
     text = read_text(args.text) if args.text else None
+    engines = _runnable([path for path in args.engines if eager_dtype(path) is None])
+    eager = [path for path in args.engines if eager_dtype(path) is not None]
     result = compare(
-        _runnable(args.engines), _checkpoint(args), prompts, args.max_tokens, text, args.text_tokens
-    )
+        [*eager, *engines], _checkpoint(args), prompts, args.max_tokens, text, args.text_tokens,
+        judge=args.judge, layers=args.layers,
+    )  # fmt: skip
+    for warning in write_receipts(result, engines):
+        print(f"warning: {warning}", file=sys.stderr)
     return _show(args, result, format_table, result.passed)
 
 
 def inspect(args: argparse.Namespace) -> int:
     from seekforge.compile.inspect import describe, format_description
+    from seekforge.compile.tensorrt_table import format_tables
 
-    return _show(args, describe(args.path, args.graph), format_description)
+    text = format_tables if args.layers else format_description
+    return _show(args, describe(args.path, args.graph), text)
+
+
+def report(args: argparse.Namespace) -> int:
+    from seekforge.compile.report import rewrite_report
+
+    print(rewrite_report(args.engine))
+    return 0
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -171,17 +212,6 @@ def _checkpoint(args: argparse.Namespace) -> Path | None:
     return resolve_checkpoint(args.checkpoint) if args.checkpoint else None
 
 
-def _read_prompts(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts {path}: cannot be read as text ({error})") from None
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise InputError(f"--prompts {path}: no prompt in it; one a line was expected")
-    return prompts
-
-
 def _runnable(paths: Sequence[Path]) -> list[Path]:
     """Engine directories; a bundle stands for all of its engines that can run here."""
     from seekforge.runtime.manifest import BACKENDS, MANIFEST_NAME, read_manifest, unfit_reason
@@ -196,7 +226,7 @@ def _runnable(paths: Sequence[Path]) -> list[Path]:
 
 
 def _int4_options(args: argparse.Namespace) -> Any:
-    from seekforge.passes.int4 import Int4Options
+    from seekforge.passes.int4_options import Int4Options
 
     given = {
         "--group-size": args.group_size is not None, "--asymmetric": args.asymmetric,

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from seekforge.compile.build_cache_sources import WEIGHTS, sources_digest
 from seekforge.kernels.int4 import Int4, quantise
 from seekforge.passes.program import Int4Part, Program
 
@@ -130,8 +131,9 @@ def _part(whole: Int4, part: Int4Part) -> Tensor:
 
 
 def recipe(program: Program, checkpoint: Source) -> str:
-    """sha256 of all that decides the file's bytes: the checkpoint, and how weights are made."""
-    digest = hashlib.sha256(checkpoint.digest().encode())
+    """sha256 of all that decides the file's bytes: the checkpoint, how weights are made, and the
+    code that makes them."""
+    digest = hashlib.sha256(f"{checkpoint.digest()} {sources_digest(WEIGHTS)}".encode())
     for name, weight in sorted(program.weights.items()):
         meta = program.tensor(name)
         digest.update(

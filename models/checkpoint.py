@@ -23,6 +23,7 @@ from seekforge.kernels.errors import CheckpointError
 from seekforge.kernels.int4 import SYMMETRIC_ZERO, Int4, quantise
 from seekforge.kernels.int4 import dequantise as dequantise_int4
 from seekforge.models.config import read_config, read_json, read_quantization
+from seekforge.models.content import content_digests
 from seekforge.models.fp8 import FP8, SCALE_SUFFIX, Block, check_scale, dequantise
 from seekforge.models.module import build_module
 from seekforge.models.quantized import OPTIONAL, PARTS, read_int4
@@ -102,16 +103,12 @@ class Checkpoint:
         return read_int4(self.quant, module, parts)
 
     def digest(self) -> str:
-        """sha256 over config.json and every shard's name, header, size and modification time.
-
-        Cheap and meant for build caches: copying the folder may change it, equal digests mean the
-        same files. The weights' own hash is the manifest's matter.
-        """
+        """sha256 over config.json and every shard's name and content: equal digests mean equal
+        tensors, wherever the folder lies. Files are read once and then remembered."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
-        for shard in self.shards:
-            stat = shard.file.stat()
-            digest.update(f"{shard.file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-            digest.update(shard.header)
+        files = [shard.file for shard in self.shards]
+        for file, content in zip(files, content_digests(files), strict=True):
+            digest.update(f"{file.name} {content}\n".encode())
         return digest.hexdigest()
 
     @property

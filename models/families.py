@@ -79,7 +79,8 @@ def family_of(model_type: str | None) -> Family:
     if model_type is None or model_type not in FAMILIES:
         raise CheckpointError(
             f"model_type {model_type!r} in config.json is not supported; supported are "
-            f"{', '.join(FAMILIES)}. Use a checkpoint of one of these architectures."
+            f"{', '.join(FAMILIES)}. Use a checkpoint of one of these architectures; "
+            "`seekforge inspect CHECKPOINT --graph` shows what this one would need."
         )
     return FAMILIES[model_type]
 

@@ -40,10 +40,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file: its raw JSON header, size in bytes, and tensors."""
+    """One safetensors file: its size in bytes, and tensors."""
 
     file: Path
-    header: bytes
     size: int
     tensors: Mapping[str, TensorInfo]
 
@@ -129,7 +128,7 @@ def read_shard(file: Path) -> Shard:
     end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=8 + length)
     if size != end:
         raise CheckpointError(_wrong_size(file, size, end))
-    return Shard(file, header, size, tensors)
+    return Shard(file, size, tensors)
 
 
 def _tensor(file: Path, data: int, entry: Mapping[str, Any]) -> TensorInfo:

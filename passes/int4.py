@@ -16,43 +16,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from seekforge.kernels.errors import InputError
-from seekforge.kernels.int4 import MIN_GROUP, group_size_of
+from seekforge.kernels.int4_groups import group_size_of
 from seekforge.kernels.int4_linear import int4_linear
 from seekforge.kernels.int4_moe_experts import int4_moe_experts
 from seekforge.kernels.moe_experts import moe_experts
 from seekforge.kernels.moe_route import moe_route
+from seekforge.passes.int4_options import HEAD
+from seekforge.passes.int4_options import Int4Options as Int4Options
 from seekforge.passes.linears import LINEAR, bias_of
 from seekforge.passes.pattern import Miss
 from seekforge.passes.program import Int4Part, Program, Weight, source_line
 from seekforge.passes.rule import PassResult
-
-HEAD = "lm_head"
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Options:
-    """group_size: wanted; `group_size_of` says which is used where it does not divide. skip:
-    modules left as they are, by dotted names or their parts: "lm_head", "mlp.down_proj". only:
-    checkpoint tensors that are INT4 already; None: any may become so."""
-
-    group_size: int = 128
-    symmetric: bool = True
-    skip: tuple[str, ...] = (HEAD,)
-    only: frozenset[str] | None = None
-
-    def __post_init__(self) -> None:
-        if self.group_size < MIN_GROUP or self.group_size % 2:
-            raise InputError(
-                f"--group-size {self.group_size}: an even number from {MIN_GROUP} on was expected; "
-                "32, 64 and 128 are usual"
-            )
 
 
 def insert_int4(program: Program, options: Int4Options) -> PassResult:

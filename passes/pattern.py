@@ -6,6 +6,7 @@ as the reason of a near-miss. Matching never changes the graph.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +175,8 @@ def skip_cast(value: Any) -> Any:
 
 
 def name_of(target: Any) -> str:
+    if target is operator.getitem:
+        return "getitem"
     return str(target).removeprefix("torch.ops.").removesuffix(".default")
 
 

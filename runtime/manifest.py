@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -127,7 +128,12 @@ class Manifest:
     `profiles`: one mapping for each optimisation profile, input name -> {"min": [2, 1], "opt": …,
     "max": …}. `steps`: the build's {"name", "seconds", "peak_bytes"}. `passes`, `receipt` and
     `layers` are reports; `memory` has the bytes that steps take on a GPU (compile/liveness.py),
-    `predicted` what the build was expected to take (compile/check_costs.py).
+    `predicted` what the build was expected to take (compile/check_costs.py), `built_from` what
+    decided the engine (compile/build_cache_request.py), `proof` on what the passes' errors were
+    found (compile/verify_level.py). `compute_capability`:
+    "8.9", or several with commas. `tensorrt`: {"plan": digest of what the plan was built from,
+    "stripped": whether the weights lie beside it, "streaming_bytes": weights that stay on the GPU
+    or None}.
     """
 
     format_version: int
@@ -153,6 +159,9 @@ class Manifest:
     memory: dict[str, Any] | None
     files: tuple[FileEntry, ...]
     predicted: dict[str, Any] | None = None
+    built_from: dict[str, Any] | None = None
+    proof: dict[str, Any] | None = None
+    tensorrt: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _one_of(self, "backend", BACKENDS)
@@ -161,6 +170,11 @@ class Manifest:
         _one_of(self, "dtype", DTYPE_BYTES)
         if not isinstance(self.model.get("vocab_size"), int):
             raise EngineError("model: key 'vocab_size' is missing or not an integer")
+
+    @property
+    def compute_capabilities(self) -> tuple[str, ...]:
+        """Of the GPUs the engine is for; empty: any."""
+        return tuple((self.compute_capability or "").replace(",", " ").split())
 
     @property
     def vocab_size(self) -> int:
@@ -236,8 +250,14 @@ def file_entries(directory: Path) -> tuple[FileEntry, ...]:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json`; the caller has written the files it lists."""
-    (directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    """Writes `manifest.json`, whole or not at all; the caller has written the files it lists."""
+    path = directory / MANIFEST_NAME
+    new = path.with_suffix(f".{os.getpid()}.new")
+    try:
+        new.write_text(manifest.to_json(), encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
@@ -277,9 +297,10 @@ def unfit_reason(manifest: Manifest) -> str | None:
     if not torch.cuda.is_available():
         return "it was built for an NVIDIA GPU and torch sees none on this machine"
     major, minor = torch.cuda.get_device_capability()
-    if manifest.compute_capability not in (None, f"{major}.{minor}"):
+    built_for = manifest.compute_capabilities
+    if built_for and f"{major}.{minor}" not in built_for:
         return (
-            f"it was built for compute capability {manifest.compute_capability} and this GPU has "
+            f"it was built for compute capability {', '.join(built_for)} and this GPU has "
             f"{major}.{minor}"
         )
     return None

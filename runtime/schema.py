@@ -1,4 +1,5 @@
-"""JSON values -> frozen dataclasses, strictly: every key present, none unknown, types as annotated.
+"""JSON values -> frozen dataclasses, strictly: every key present whose field has no default, none
+unknown, types as annotated.
 
 Understands what the manifest needs: dataclasses, `tuple[X, ...]`, `X | None`, `dict[str, X]`,
 scalars.
@@ -43,13 +44,15 @@ def _decode_fields(kind: Any, value: Any, where: str) -> Any:
         raise EngineError(f"key {where!r}: an object was expected, not {value!r}")
     hints = typing.get_type_hints(kind)
     prefix = f"{where}." if where else ""
+    optional = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
     for name in hints:
-        if name not in value:
+        if name not in value and name not in optional:
             raise EngineError(f"key {prefix + name!r} is missing")
     for name in value:
         if name not in hints:
             raise EngineError(f"unknown key {prefix + name!r}")
-    return kind(**{name: decode(hint, value[name], prefix + name) for name, hint in hints.items()})
+    given = {n: decode(hint, value[n], prefix + n) for n, hint in hints.items() if n in value}
+    return kind(**given)
 
 
 def _plain(kind: Any) -> type:

@@ -8,7 +8,7 @@ TensorRT. What can be checked without a GPU is pure: `select_profile`, `bindings
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from seekforge.runtime.padded import clear_blocks, free_bytes, make_pools, run_p
 from seekforge.runtime.profiles import largest, profile_from_json, select_profile
 from seekforge.runtime.session import Chunk, Track
 from seekforge.runtime.tensorrt_api import Log, capture, import_tensorrt, process_logger
+from seekforge.runtime.tensorrt_cache import CACHE_NAME, cached_config, save_at_end
+from seekforge.runtime.tensorrt_weights import MODEL_NAME, refit, stream_weights
 
 ENGINE_NAME = "model.engine"
 # TensorRT's DataType name -> the manifest's (and torch's) name.
@@ -57,7 +59,8 @@ class TensorRTSession:
         self._device = torch.device(device)
         self._engine = engine or load_engine(directory, manifest)
         check_tensors(self._engine, manifest, directory)
-        self._context = self._engine.create_execution_context()
+        self._save: Callable[[], Any] = lambda: None
+        self._context = self._make_context()
         if self._context is None:
             raise EngineError(
                 f"{directory / ENGINE_NAME}: no execution context could be made; its activations "
@@ -66,6 +69,24 @@ class TensorRTSession:
             )
         self._profile = -1
         self._pools: dict[str, Tensor] = {}
+
+    def _make_context(self) -> Any:
+        """With the weights in their places, which nothing may change afterwards."""
+        engine, asked = self._engine, self.manifest.tensorrt or {}
+        if asked.get("stripped"):
+            refit(engine, self._directory / MODEL_NAME, self.manifest.backend)
+        if asked.get("streaming_bytes") is not None:
+            stream_weights(engine, asked["streaming_bytes"], self._directory)
+        if self.manifest.backend != "tensorrt-rtx":
+            return engine.create_execution_context()
+        path = self._directory / CACHE_NAME
+        self._config, cache = cached_config(engine, path)
+        self._save = save_at_end(self, cache, path)
+        return engine.create_execution_context(self._config)
+
+    def close(self) -> None:
+        """Writes the runtime cache, which else happens when the session goes."""
+        self._save()
 
     def pool_bytes(self, max_batch: int, max_chunk: int, block_size: int) -> int:
         return free_bytes(self._device)

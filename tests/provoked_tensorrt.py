@@ -14,7 +14,8 @@ import onnx
 from onnx import TensorProto, helper
 from provoked import address_space, limited, model_of, outside, provoked
 
-from seekforge.compile.tensorrt import build_tensorrt
+from seekforge.compile.tensorrt import DEFAULT, build_tensorrt
+from seekforge.compile.tensorrt_options import TensorRTOptions
 from seekforge.runtime import tensorrt as tensorrt_session
 from seekforge.runtime.profiles import ShapeRange
 
@@ -23,7 +24,7 @@ def engine_of(
     folder: Path,
     text: str,
     opt: int = 4,
-    target: str = "8.9",
+    options: TensorRTOptions = DEFAULT,
     workspace: int | None = None,
     memory: int = -1,
     **tensors: Any,
@@ -40,8 +41,7 @@ def engine_of(
     with limited(resource.RLIMIT_AS, address_space() + memory if memory >= 0 else -1):
         return build_tensorrt(
             folder / "model.onnx", folder / "model.engine", product="tensorrt-rtx",
-            profiles=[profile] if opt else [], compute_capabilities=[target],
-            workspace_bytes=workspace,
+            profiles=[profile] if opt else [], options=options, workspace_bytes=workspace,
         ).engine  # fmt: skip
 
 
@@ -126,7 +126,14 @@ def no_profile(folder: Path) -> None:
 
 @provoked("compute capability 9.0, for TensorRT-RTX")
 def capability(folder: Path) -> None:
-    engine_of(folder, ADD, target="9.0")
+    engine_of(folder, ADD, options=TensorRTOptions(("9.0",)))
+
+
+@provoked("a TensorRT-RTX engine without its weights, built on a machine without a GPU")
+def stripped(folder: Path) -> None:
+    text = "g (float16[n,4] x) => (float16[n,4] y) { [linear] y = MatMul(x, w) }"
+    weight = np.ones((4, 4), np.float16)
+    engine_of(folder, text, options=TensorRTOptions(strip=True), w=weight)
 
 
 @provoked("300 MB of address space left for a TensorRT-RTX build")
@@ -145,7 +152,6 @@ def cut_weights(folder: Path) -> None:
     onnx.save(model, folder / "model.onnx")
     build_tensorrt(
         folder / "model.onnx", folder / "model.engine", product="tensorrt-rtx", profiles=[{}],
-        compute_capabilities=["8.9"],
     )  # fmt: skip
 
 

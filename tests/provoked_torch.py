@@ -151,14 +151,14 @@ def checkpoint(folder: Path) -> Path:
 
 
 def build_here(folder: Path) -> None:
-    options = Options(("onnxruntime",), max_batch=2, max_len=64, max_chunk=16, verify=False)
+    options = Options(("onnxruntime",), max_batch=2, max_len=64, max_chunk=16, verify="none")
     build(checkpoint(folder), folder / "engines", options, quiet())
 
 
 @provoked("files of at most 20 kB while weights are written")
 def full_disk(folder: Path) -> None:
     path = checkpoint(folder)
-    options = Options(("onnxruntime",), max_batch=2, max_len=64, max_chunk=16, verify=False)
+    options = Options(("onnxruntime",), max_batch=2, max_len=64, max_chunk=16, verify="none")
     with limited(resource.RLIMIT_FSIZE, 20_000):
         build(path, folder / "engines", options, quiet())
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from seekforge.compile import build as building
-from seekforge.compile import compare, lower
+from seekforge.compile import compare_result, lower
 from seekforge.compile.build import Options, build
 from seekforge.compile.weights import data_offsets
 from seekforge.kernels.errors import BuildError, EngineError, InputError
@@ -55,7 +55,7 @@ def test_rebuild_replaces(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_len", [1, 3])
 def test_short_engines(max_len: int, tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Shorter than the sample that export traces with."""
-    options = dataclasses.replace(ORT, max_len=max_len, verify=False)
+    options = dataclasses.replace(ORT, max_len=max_len, verify="none")
     (engine,) = build(tiny_checkpoint("llama"), tmp_path, options)
     assert read_manifest(engine).limits.max_len == max_len
 
@@ -65,7 +65,7 @@ def test_fp64_settles_what_is_beyond_the_limit(
 ) -> None:
     """Large weights make fp32 eager itself uncertain. That a wrong engine does not pass so is the
     next test's matter."""
-    monkeypatch.setattr(compare, "FP32_LIMIT", 1e-9)
+    monkeypatch.setattr(compare_result, "FP32_LIMIT", 1e-9)
     (engine,) = build(tiny_checkpoint("deepseek_v3"), tmp_path, ORT)
     receipt = read_manifest(engine).receipt
     assert receipt is not None and receipt["passed"] and 1e-9 < receipt["judged"] < 1e-4

@@ -35,7 +35,8 @@ from seekforge.compile.check_outcomes import format_outcomes, outcomes
 from seekforge.compile.check_text import format_check
 from seekforge.compile.cli import main
 from seekforge.compile.export import export_checkpoint
-from seekforge.compile.options import Options, int4_options, plan_of
+from seekforge.compile.options import Options
+from seekforge.compile.plan import int4_options, plan_of
 from seekforge.kernels.errors import CheckpointError, InputError
 from seekforge.models.config import parse_config
 from seekforge.passes.int4 import Int4Options

@@ -132,7 +132,7 @@ def test_sums_beyond_float16(tiny_checkpoint: Engine, tiny_model: Model, tmp_pat
         (tmp_path / "large" / file.name).write_bytes(file.read_bytes())
     engines = {}
     for dtype in ("float32", "float16"):
-        options = Options(backends=("onnxruntime",), dtype=dtype, max_len=128, verify=False)
+        options = Options(backends=("onnxruntime",), dtype=dtype, max_len=128, verify="none")
         (engines[dtype],) = build(tmp_path / "large", tmp_path / dtype, options)
     expected = eager_logits(model, IDS)
     assert (LLM(engines["float32"]).score(IDS) - expected).abs().max() <= 2e-4
@@ -149,7 +149,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (TRAINED / "config.json").is_file():
         pytest.skip(f"the trained checkpoint is not at {TRAINED}")
     out = tmp_path_factory.mktemp("trained")
-    options = Options(backends=("onnxruntime",), max_len=640, verify=False)
+    options = Options(backends=("onnxruntime",), max_len=640, verify="none")
     (engine,) = build(TRAINED, out, options)
     return engine
 

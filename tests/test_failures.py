@@ -157,7 +157,7 @@ def test_two_builds_into_one_folder_keep_their_weights(
     from seekforge.compile.build import Options, build
 
     def weights(model: str, dtype: str, backend: str) -> Path:
-        options = Options((backend,), dtype, max_len=64, max_chunk=16, verify=False)
+        options = Options((backend,), dtype, max_len=64, max_chunk=16, verify="none")
         (engine,) = build(tiny_checkpoint(model), tmp_path, options)
         return engine / "weights.safetensors"
 

@@ -116,7 +116,7 @@ def test_gguf_is_converted_once_for_each_file(
 ) -> None:
     folder = resolve_checkpoint(str(gguf_file))
     with monkeypatch.context() as patch:
-        patch.setattr(default, "convert_gguf", None)  # calling it would fail
+        patch.setattr(default, "_convert", None)  # calling it would fail
         assert resolve_checkpoint(str(gguf_file)) == folder
     gguf_file.write_bytes(b"XXXX" + gguf_file.read_bytes()[4:])  # same name, same size
     with pytest.raises(CheckpointError, match=r"does not begin with 'GGUF'"):

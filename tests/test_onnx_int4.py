@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seekforge.compile.compare import FP64_FACTOR
+from seekforge.compile.compare_result import FP64_FACTOR
 from seekforge.compile.onnx_nodes import OnnxNodes
 from seekforge.compile.weights import SIGNED
 from seekforge.kernels.int4 import Int4, dequantise, quantise

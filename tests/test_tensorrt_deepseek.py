@@ -41,7 +41,6 @@ def build(path: Path, inputs: dict[str, tuple[torch.dtype, Dims]]) -> TensorRTRe
     return build_tensorrt(
         path, path.with_name("model.engine"), product="tensorrt-rtx",
         profiles=[profile(inputs, EITHER | CONTEXT), profile(inputs, EITHER | GENERATION)],
-        compute_capabilities=["8.9"],
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import re
 from pathlib import Path
 from string import Template
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from onnx import numpy_helper
 
 from seekforge.compile.profiles import make_profiles
 from seekforge.compile.tensorrt import TensorRTResult, build_tensorrt
+from seekforge.compile.tensorrt_options import TensorRTOptions
 from seekforge.kernels.errors import BuildError, EngineError
 from seekforge.runtime.manifest import FORMAT_VERSION, Generation, KVLayout, Limits, Manifest
 from seekforge.runtime.profiles import profile_to_json
@@ -148,7 +150,7 @@ def save(model: onnx.ModelProto, folder: Path, weights: str | None = None) -> Pa
 
 
 def build(path: Path, dtype: str = "float16", dim: int = DIM, **options: Any) -> TensorRTResult:
-    options = {"product": "tensorrt-rtx", "compute_capabilities": ["8.9"], **options}
+    options = {"product": "tensorrt-rtx", **options}
     profiles = make_profiles(LIMITS, layout(dtype, dim))
     return build_tensorrt(path, path.with_name("model.engine"), profiles=profiles, **options)
 
@@ -306,14 +308,13 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         BuildError, match=r"compute capability 9.0: tensorrt-rtx builds for 7.5, 8.0"
     ):
-        build(path, compute_capabilities=["9.0"])
+        build(path, options=TensorRTOptions(("9.0",)))
     with pytest.raises(BuildError, match="none given"):
-        build(path, compute_capabilities=[])
+        build(path, options=TensorRTOptions(()))
     profile = {k: v for k, v in make_profiles(LIMITS, layout())[0].items() if k != "v_pool_1"}
     with pytest.raises(BuildError, match="its inputs and the profiles differ in v_pool_1"):
         build_tensorrt(
-            path, tmp_path / "e", product="tensorrt-rtx", profiles=[profile],
-            compute_capabilities=["8.9"],
+            path, tmp_path / "e", product="tensorrt-rtx", profiles=[profile]
         )  # fmt: skip
     path.write_bytes(b"no onnx")
     with pytest.raises(BuildError, match="not a readable ONNX model"):
@@ -325,7 +326,7 @@ def test_a_product_that_is_not_installed_is_named_with_its_extra(tmp_path: Path)
         pytest.skip("tensorrt is installed here")
     path = save(padded_graph(), tmp_path)
     with pytest.raises(BuildError, match=r"'tensorrt'.*pip install 'seekforge\[tensorrt\]'"):
-        build(path, product="tensorrt", compute_capabilities=[])
+        build(path, product="tensorrt", options=TensorRTOptions(()))
 
 
 def test_progress_is_reported_and_an_interrupt_stops_the_build(tmp_path: Path) -> None:
@@ -353,7 +354,6 @@ def test_profiles_of_one_are_static(tmp_path: Path) -> None:
         tmp_path / "e",
         product="tensorrt-rtx",
         profiles=profiles,
-        compute_capabilities=["8.9"],
     )
     assert result.profiles[0]["token_ids"].min == result.profiles[0]["token_ids"].max == (1, 1)
 
@@ -398,7 +398,11 @@ class StandInEngine:
         )
         return tuple(sizes[d] if isinstance(d, str) else d for d in self.specs[name].shape)
 
-    def create_execution_context(self) -> StandInEngine:
+    def create_runtime_config(self) -> Any:
+        cache = SimpleNamespace(serialize=lambda: b"kernels", deserialize=lambda _: True)
+        return SimpleNamespace(create_runtime_cache=lambda: cache, set_runtime_cache=lambda _: True)
+
+    def create_execution_context(self, config: Any) -> StandInEngine:
         return self
 
     def set_optimization_profile_async(self, index: int, stream: int) -> bool:

@@ -33,7 +33,7 @@ def build(
 
     return build_tensorrt(
         path, path.with_name("model.engine"), product="tensorrt-rtx",
-        profiles=[profile(tokens) for tokens in TOKENS], compute_capabilities=["8.9"],
+        profiles=[profile(tokens) for tokens in TOKENS],
     )  # fmt: skip
 
 
