@@ -269,4 +269,3 @@ class _Walk:
                     )
                 )
         return worst
-

@@ -6,13 +6,10 @@ runtime does not show here, and a wrong kernel does not hide there.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from seekforge.compile.bisect_steps import PagedStep
-from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.session import Session
 
 # Of the mean error of a row of logits: so many times what eager in the engine's dtype has against

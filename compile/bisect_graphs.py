@@ -230,7 +230,9 @@ class _Judge:
         """The node, and of a fused weight what it is made of."""
         made = []
         for source in node.all_input_nodes:
-            weight = self.program.weights.get(str(source.target)) if source.op == "get_attr" else None
+            weight = (
+                self.program.weights.get(str(source.target)) if source.op == "get_attr" else None
+            )
             if weight is not None and len(weight.sources) > 1:
                 shown = [name.removesuffix(".weight") for name in weight.sources[:4]]
                 more = ", …" if len(weight.sources) > 4 else ""
@@ -243,7 +245,10 @@ class _Judge:
             value = self.made.get(source.name, self.run.values.get(source.name))
             if source.op == "placeholder":
                 value = self.run.inputs.get(source.name)
-            if source.op == "get_attr" and self.program.tensor(str(source.target)).nbytes <= LARGEST_SAVED:
+            if (
+                source.op == "get_attr"
+                and self.program.tensor(str(source.target)).nbytes <= LARGEST_SAVED
+            ):
                 value = self.walk.weights.whole(self.program, str(source.target), False)
             if isinstance(value, Tensor):
                 found[f"input.{index}.{source.name}"] = value
@@ -253,8 +258,4 @@ class _Judge:
 def outputs_of(program: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The graph's outputs by name."""
     nodes: Any = program.graph.output_node().args[0]
-    return {
-        name: values[node.name] for name, node in zip(program.outputs, nodes, strict=True)
-    }
-
-
+    return {name: values[node.name] for name, node in zip(program.outputs, nodes, strict=True)}

@@ -1,4 +1,4 @@
-"""The index tensors of a step from first principles, and a ledger of which token lies in which slot.
+"""The index tensors of a step from first principles, and a ledger of which slot holds which token.
 
 In: what the scheduler planned (sequence, its tokens, its block table). Out: what every input of the
 compiled model must hold, or the first thing that is wrong. Shares no code with the runtime.
@@ -82,7 +82,9 @@ class Ledger:
                 raise self._table(item, told)
             for index, block in enumerate(item.table):
                 if not 0 <= block < self.num_blocks:
-                    raise self._table(item, f"entry {index} is {block}, of {self.num_blocks} blocks")
+                    raise self._table(
+                        item, f"entry {index} is {block}, of {self.num_blocks} blocks"
+                    )
                 other = owners.setdefault(block, item.sequence)
                 if other != item.sequence or item.table.index(block) != index:
                     told = f"entry {index} is block {block}, which sequence {other} has already"
@@ -96,9 +98,7 @@ class Ledger:
                     )
                     raise self._table(item, told)
 
-    def _shape(
-        self, call: Call, name: str, found: Tensor, tensors: dict[str, Tensor]
-    ) -> Mismatch:
+    def _shape(self, call: Call, name: str, found: Tensor, tensors: dict[str, Tensor]) -> Mismatch:
         """The sequence whose row is too short, where it is a table."""
         right, sequence = call.inputs[name], -1
         told = f"shape {tuple(found.shape)}, expected {tuple(right.shape)}"

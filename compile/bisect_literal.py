@@ -109,7 +109,9 @@ def _run(
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
     with np.errstate(all="ignore"):  # that it overflows is what is looked for
         results: Any = ReferenceEvaluator(model).run(None, dict(feeds))
-    return {n: torch.from_numpy(np.ascontiguousarray(r)) for n, r in zip(names, results, strict=True)}
+    return {
+        n: torch.from_numpy(np.ascontiguousarray(r)) for n, r in zip(names, results, strict=True)
+    }
 
 
 def _info(name: str, array: Any) -> onnx.ValueInfoProto:

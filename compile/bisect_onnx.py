@@ -17,6 +17,7 @@ from typing import Any
 import onnx
 import torch
 from onnx import helper
+from safetensors import safe_open
 from torch import Tensor, fx
 
 from seekforge.compile.bisect_nodes import layer_of, operator_name
@@ -48,12 +49,29 @@ class CutModel:
         self.session = self._open(values)
 
     def _values(self, target: str, values: Mapping[str, Tensor]) -> dict[str, fx.Node]:
-        """{name of an ONNX value: the graph's node that has it}, in the graph's order. Names come
-        from translating the graph again; what the model does not have is left out."""
+        """{name of an ONNX value: the graph's node that has it}, in the graph's order.
+
+        Names come from translating the graph again. Where the model was made by another
+        translation of a node, it is the one value of it that others read.
+        """
+        left = self._read_elsewhere()
         found: dict[str, fx.Node] = {}
         for node, value in translated(self.program, self.weights, target).values.items():
-            if isinstance(value, str) and node.name in values and value in self.made_by:
-                found.setdefault(value, node)
+            if not isinstance(value, str) or node.name not in values:
+                continue
+            if value not in left:
+                others = [name for name in left if self.made_by[name] == node.name]
+                if len(others) != 1:
+                    continue
+                (value,) = others
+            found.setdefault(value, node)
+        return found
+
+    def _read_elsewhere(self) -> set[str]:
+        """The values that another of the graph's nodes reads than the one they were made for."""
+        found = {value.name for value in self.model.graph.output if value.name in self.made_by}
+        for node, key in _with_keys(self.model.graph):
+            found.update(n for n in node.input if self.made_by.get(n, key) != key)
         return found
 
     def judge(self, inputs: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> float:
@@ -126,6 +144,9 @@ class CutModel:
         for index, source in enumerate(made.all_input_nodes):
             if source.name in given:
                 tensors[f"input.{index}.{source.name}"] = given[source.name]
+            elif source.op == "get_attr":
+                with safe_open(self.weights, framework="pt") as file:
+                    tensors[f"input.{index}.{source.name}"] = file.get_tensor(str(source.target))
         return Culprit(
             step="lowered",
             node=made.name,

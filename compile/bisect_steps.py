@@ -108,8 +108,8 @@ def _step(
         for at in positions:
             starts.append(starts[-1] + len(at))
         inputs |= {
-            "token_ids": torch.tensor(sum(ids, [])),
-            "positions": torch.tensor(sum(positions, [])),
+            "token_ids": torch.tensor([i for row in ids for i in row]),
+            "positions": torch.tensor([p for row in positions for p in row]),
             "slot_mapping": torch.tensor(slots),
             "block_tables": torch.stack([share.table for share in shares]),
             "context_lens": torch.tensor([share.end for share in shares]),

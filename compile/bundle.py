@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -48,7 +49,7 @@ def link_weights(out: Path, folder: Path, recipe: str) -> str | None:
     for other in out.glob(f"[!.]*/{WEIGHTS_NAME}"):
         if stored_recipe(other) == recipe and _is_listed(other):
             try:
-                link_or_copy(other, mine)
+                write_whole(mine, partial(link_or_copy, other))
             except FileNotFoundError:
                 continue  # the engine is just being replaced
             return f"of {other.parent.name}"

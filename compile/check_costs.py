@@ -43,7 +43,9 @@ KEPT = 30 * MB  # by the process, after passes were proven on their own
 class Plan:
     """One engine to build. int4: a method of quantisation, or None. executed: whether it will be
     run and compared with eager. tokenizer_bytes: of the files that are copied. streaming_bytes: of
-    weights that stay on the GPU; None: all."""
+    weights that stay on the GPU; None: all. verify: the level (compile/verify_level.py); proven:
+    layers that the passes are proven on before the whole model is exported, 0 where they are not.
+    """
 
     backend: str
     device: str
@@ -54,6 +56,8 @@ class Plan:
     spec: ModelSpec
     tokenizer_bytes: int
     streaming_bytes: int | None = None
+    verify: str = "none"
+    proven: int = 0
 
     @property
     def subject(self) -> str:

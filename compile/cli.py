@@ -1,7 +1,7 @@
 """The program `seekforge`: one verb for each stage, in pipeline order.
 
-export -> check -> build, quantize -> compare -> inspect, report -> generate -> bench. Each verb
-that writes prints the path it wrote; long steps show progress on stderr; --json prints one JSON
+export -> check -> build, quantize -> compare -> bisect -> inspect, report -> generate -> bench. Each
+verb that writes prints the path it wrote; long steps show progress on stderr; --json prints one JSON
 document on stdout. Exit code 2: the input can't be served as given; 1: a step failed or a
 comparison did not pass.
 """
@@ -126,6 +126,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     _json_flag(compare)
     compare.set_defaults(run=verbs.compare)
+
+    bisect = commands.add_parser(
+        "bisect", help="find the step of an engine's making, and the node, that is wrong"
+    )
+    bisect.add_argument("engine", type=Path, help="engine directory or bundle")
+    bisect.add_argument("--checkpoint", help="default: the one the engine was built from")
+    bisect.add_argument("--prompt", help="text; '-' reads it from standard input")
+    bisect.add_argument("--tokens", type=int, help="of each of two sequences (default: 16)")
+    bisect.add_argument("-o", "--out", type=Path, help="folder for the culprit's tensors")
+    _json_flag(bisect)
+    bisect.set_defaults(run=verbs.bisect)
 
     inspect = commands.add_parser(
         "inspect", help="show what an engine, a checkpoint or a configuration is"

@@ -72,4 +72,11 @@ def plan_of(subject: Subject, options: Options, backend: str) -> Plan:
         streaming_bytes=options.tensorrt.streaming_bytes
         if backend.startswith("tensorrt")
         else None,
+        verify=options.verify,
+        proven=_proven(subject, options.verify),
     )
+
+
+def _proven(subject: Subject, level: str) -> int:
+    count, _ = cheap_layers(subject)
+    return count if level == "cheap" and count < subject.spec.num_layers else 0

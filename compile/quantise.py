@@ -53,7 +53,7 @@ def calibrated(
     key = calibration_key(cut, group_sizes, symmetric)
     folder = base / key[:KEY_LETTERS]
     base.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder):
+    with exclusive(folder, lambda: steps.console.print("    another build calibrates; waiting")):
         known = load_calibration(checkpoint, base, key)
         if known is not None:
             return known

@@ -16,13 +16,13 @@ from typing import Any
 from rich.console import Console
 
 from seekforge.compile.check_outcomes import outcomes
+from seekforge.compile.report_accuracy import accuracy
 from seekforge.compile.report_costs import costs
 from seekforge.compile.report_graphs import Recorder
 from seekforge.compile.report_html import Html, tag
 from seekforge.compile.report_lowered import lowered_items
 from seekforge.compile.report_quantisation import quantisation
 from seekforge.compile.report_sections import (
-    accuracy,
     backend,
     files,
     head,

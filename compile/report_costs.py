@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from seekforge.compile.report_html import Html, meter, section, table, tag
-from seekforge.compile.report_sections import size_text
+from seekforge.compile.report_text import size_text
 from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.memory import Budget
 

@@ -3,26 +3,14 @@ limits, files. In: a manifest. Out: HTML that needs no script."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from seekforge.compile.account_text import grouped_misses
+from seekforge.compile.report_accuracy import error_size, judgement, proven, shown_receipt
 from seekforge.compile.report_html import Html, meter, pairs, section, table, tag
+from seekforge.compile.report_text import amount_text, cell, size_text
 from seekforge.runtime.manifest import Manifest
-
-# Keys of the receipt in the words of the page; others are shown as they are called.
-RECEIPT = {
-    "max_error": "largest logit error",
-    "mean_error": "mean logit error",
-    "judged": "error that is judged",
-    "limit": "limit",
-    "kl": "KL divergence",
-    "top1": "same first choice",
-    "tokens": "greedy tokens equal",
-    "perplexity": "perplexity",
-}
-SHARES = ("top1", "tokens")
 
 
 def head(manifest: Manifest, name: str) -> Html:
@@ -36,7 +24,7 @@ def head(manifest: Manifest, name: str) -> Html:
     ]  # fmt: skip
     model = manifest.model
     what = (f"{model['model_type']}, {model['num_layers']} layers, "
-            f"{_amount(model['parameters'])} parameters")  # fmt: skip
+            f"{amount_text(model['parameters'])} parameters")  # fmt: skip
     line = " · ".join(str(part) for part in kind if part)
     return tag("div", tag("h1", name), tag("p", what), tag("p", line))
 
@@ -46,7 +34,7 @@ def verdict(manifest: Manifest) -> Html:
     level, word, sentence = judgement(manifest)
     first, last = manifest.passes[0], manifest.passes[-1]
     size = sum(entry.size for entry in manifest.files)
-    receipt = manifest.receipt or {}
+    receipt = shown_receipt(manifest)
     found = sum(passed["fired"] for passed in fired)
     wanted = sum(passed["expected"] for passed in fired)
     tiles = [
@@ -58,13 +46,13 @@ def verdict(manifest: Manifest) -> Html:
         ("built in", f"{sum(s['seconds'] for s in manifest.steps):,.1f} s",
          f"peak {size_text(max((s['peak_bytes'] for s in manifest.steps), default=0))}"),
     ]  # fmt: skip
-    worst = max(_proven(manifest), key=lambda p: _size(p["error"]["normalised"]), default=None)
+    worst = max(proven(manifest), key=lambda p: error_size(p["error"]["normalised"]), default=None)
     if worst is not None and manifest.proof is not None:
-        tiles.insert(0, ("largest error of a pass", _cell(worst["error"]["normalised"]),
-                         f"{worst['name']}; limit {_cell(manifest.proof['limit'])}"))  # fmt: skip
-    if receipt.get("executed"):
+        tiles.insert(0, ("largest error of a pass", cell(worst["error"]["normalised"]),
+                         f"{worst['name']}; limit {cell(manifest.proof['limit'])}"))  # fmt: skip
+    if receipt is not None:
         tiles[:0] = [
-            ("largest logit error", f"{receipt['max_error']:.2e}", f"limit {receipt['limit']:.2e}"),
+            ("logit error", cell(receipt["judged"]), f"limit {cell(receipt['limit'])}"),
             ("greedy tokens equal", f"{receipt['tokens']:.0%}", f"top-1 {receipt['top1']:.1%}"),
         ]
     return section(
@@ -74,26 +62,6 @@ def verdict(manifest: Manifest) -> Html:
         tag("dl", *(tag("div", tag("dt", name), tag("dd", value, tag("small", more)))
                     for name, value, more in tiles), class_="tiles"),
     )  # fmt: skip
-
-
-def judgement(manifest: Manifest) -> tuple[str, str, str]:
-    """(class of the badge, word, sentence)"""
-    receipt = manifest.receipt or {}
-    short = [p["name"] for p in _expected(manifest) if p["fired"] < p["expected"]]
-    if short:
-        return "bad", "Incomplete", f"{', '.join(short)} fired less often than expected."
-    if not receipt.get("executed"):
-        reason = receipt.get("reason", "no receipt was written")
-        return "warn", "Not executed", f"Built and checked as a graph; {reason}."
-    if not receipt.get("passed"):
-        return "bad", "Failed", "The engine does not compute what the checkpoint computes."
-    what = "what its quantised weights compute" if manifest.quantization else "what eager computes"
-    return (
-        "good",
-        "Verified",
-        f"It was run beside transformers' eager model and computes {what}: errors are within the "
-        "limit.",
-    )
 
 
 def passes(manifest: Manifest) -> Html:
@@ -110,7 +78,7 @@ def passes(manifest: Manifest) -> Html:
             f"{passed['nodes_before']:,}", f"{passed['nodes_after']:,}",
             f"{passed['nodes_after'] - passed['nodes_before']:+,}".replace("-", "−"),
             f"{passed['seconds'] * 1e3:,.1f}",
-            _cell(passed["error"]["normalised"]) if passed.get("error") else "–",
+            cell(passed["error"]["normalised"]) if passed.get("error") else "–",
             meter(passed["seconds"] / slowest),
         ])  # fmt: skip
     head = ["pass", "expected", "found", "nodes before", "after", "change", "ms",
@@ -134,52 +102,6 @@ def _misses(passed: Mapping[str, Any]) -> Html:
         for count, miss in grouped_misses(passed["misses"])
     ]  # fmt: skip
     return tag("li", tag("b", passed["name"]), tag("ul", *items))
-
-
-def accuracy(manifest: Manifest) -> Html:
-    receipt = manifest.receipt or {}
-    if not receipt.get("executed"):
-        reason = receipt.get("reason", "the manifest has no receipt")
-        return section(
-            "accuracy", "Accuracy", tag("p", f"Not executed: {reason}."), _proof(manifest)
-        )
-    rows = [
-        (RECEIPT.get(key, key.replace("_", " ").replace(".", ": ")), _value(key, value))
-        for key, value in flattened(receipt)
-        if key not in ("executed", "passed", "name") and value is not None
-    ]
-    return section(
-        "accuracy", "Accuracy",
-        tag("p", "What the engine gave beside transformers' eager model on the same prompts, when "
-            "it was built. ", tag("code", "seekforge compare"), " does it again, with more.",
-            class_="note"),
-        pairs("Accuracy receipt", ["measure", "value"], rows), _proof(manifest),
-    )  # fmt: skip
-
-
-def _proof(manifest: Manifest) -> Html | None:
-    """Each pass held against the graph before it."""
-    proven, proof = _proven(manifest), manifest.proof
-    if not proven or proof is None:
-        return None
-    keys = ("normalised", "max", "mean", "own", "rounding")
-    head = ["pass", "normalised", "largest", "mean", "in its own dtype", "INT4 rounding"]
-    rows = [(p["name"], *(_cell(p["error"].get(key)) for key in keys)) for p in proven]
-    caption = (
-        f"Logits before and after each pass, on {proof['layers']} of "
-        f"{manifest.model['num_layers']} layers and {proof['tokens']} tokens; limit "
-        f"{_cell(proof['limit'])}"
-    )
-    return table(caption, head, rows)
-
-
-def flattened(data: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Nested keys joined with dots; lists as text."""
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def limits(manifest: Manifest) -> Html:
@@ -232,9 +154,9 @@ def backend(manifest: Manifest) -> Html | None:
     layers = dict(manifest.layers or {})
     layers.pop("table", None)  # the walk shows it
     profiles = layers.pop("profiles", [])
-    rows = [(key.replace("_", " "), _cell(value)) for key, value in layers.items()]
+    rows = [(key.replace("_", " "), cell(value)) for key, value in layers.items()]
     for number, profile in enumerate(profiles):
-        rows += [(f"profile {number}, {key.replace('_', ' ')}", _cell(value))
+        rows += [(f"profile {number}, {key.replace('_', ' ')}", cell(value))
                  for key, value in profile.items()]  # fmt: skip
     if not rows:
         return None
@@ -258,47 +180,5 @@ def files(manifest: Manifest) -> Html:
     )  # fmt: skip
 
 
-def size_text(size: float) -> str:
-    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= step:
-            return f"{size / step:,.1f} {unit}"
-    return f"{size:,.0f} bytes"
-
-
-def _amount(count: float) -> str:
-    for unit, step in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= step:
-            return f"{count / step:,.1f}{unit}"
-    return f"{count:,.0f}"
-
-
 def _expected(manifest: Manifest) -> list[dict[str, Any]]:
     return [p for p in manifest.passes if p.get("expected") is not None]
-
-
-def _proven(manifest: Manifest) -> list[dict[str, Any]]:
-    return [p for p in manifest.passes if p.get("error")]
-
-
-def _size(error: float | None) -> float:
-    return math.inf if error is None else error
-
-
-def _value(key: str, value: Any) -> str:
-    if key in SHARES:
-        return f"{value:.2%}"
-    return _cell(value)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        if value == 0:
-            return "0"
-        return f"{value:.2e}" if abs(value) < 1e-2 or abs(value) >= 1e5 else f"{value:.4f}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_cell(inner)}" for key, inner in value.items())
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(_cell, value))
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -7,7 +7,7 @@ run, while of a large one only the weight in use is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -70,19 +70,30 @@ class GraphWeights:
         ]
         return torch.cat(parts).reshape(len(chosen), *shape[1:])
 
+    def drop(self, sources: Collection[str] | None = None) -> None:
+        """Forgets what is kept of these checkpoint tensors; None: of all."""
+        for key in [key for key in self.held if sources is None or key[0] in sources]:
+            self.room += self.held.pop(key).nbytes
+
     def is_small(self, program: Program, name: str) -> bool:
         return program.tensor(name).numel() <= self.block
 
     def _pieces(self, program: Program, name: str, source: str, wide: bool) -> Iterator[Tensor]:
         """What one checkpoint tensor gives to a weight."""
         weight, dtype = program.weights[name], program.tensor(name).dtype
-        key = (source, weight.int4 and weight.int4.part, dtype, wide)
+        key = (source, weight.int4.part if weight.int4 else dtype, wide)
         if key in self.held:
             yield self.held[key]
         elif weight.int4 is not None:
             whole = self._quantised(program, name, source)
-            part = getattr(whole, weight.int4.part)
-            yield self._keep(key, part.float() if wide and part.is_floating_point() else part)
+            for part in ("scales", "zeros", "qweight"):  # the small ones are kept first
+                tensor = getattr(whole, part)
+                if tensor is not None:
+                    tensor = tensor.float() if wide and tensor.is_floating_point() else tensor
+                    self._keep((source, part, wide), tensor)
+                    if part == weight.int4.part:
+                        found = tensor
+            yield found
         else:
             stored = self.read(source)
             rows = max(1, self.block * len(stored) // stored.numel()) if stored.dim() > 1 else 0
@@ -90,7 +101,9 @@ class GraphWeights:
                 for start in range(0, len(stored), rows):
                     yield _cast(stored[start : start + rows], dtype, wide)
             else:
-                yield self._keep(key, _cast(stored, dtype, wide))
+                piece = _cast(stored, dtype, wide)
+                self._keep(key, piece)
+                yield piece
 
     def _quantised(self, program: Program, name: str, source: str) -> Int4:
         """A checkpoint tensor's INT4 form, with scales in the dtype in which the graph has them."""
@@ -106,11 +119,10 @@ class GraphWeights:
             return quantise(self.read(source).to(dtype), size, symmetric)
         return self.int4(source, size, symmetric, dtype)
 
-    def _keep(self, key: tuple[object, ...], tensor: Tensor) -> Tensor:
-        if tensor.nbytes <= self.room:
+    def _keep(self, key: tuple[object, ...], tensor: Tensor) -> None:
+        if key not in self.held and tensor.nbytes <= self.room:
             self.room -= tensor.nbytes
             self.held[key] = tensor
-        return tensor
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, wide: bool) -> Tensor:

@@ -48,7 +48,7 @@ def parse_streaming(gib: float | None) -> int | None:
     """GiB of weights that stay on the GPU -> bytes. Raises InputError for a negative number."""
     if gib is not None and not 0 <= gib < 1 << 20:
         raise InputError(
-            f"--weight-streaming {gib}: the GiB of weights that stay on the GPU, 0 or more"
+            f"--weight-streaming {gib}: give the GiB of weights that stay on the GPU, 0 or more"
         )
     return None if gib is None else int(gib * GIB)
 

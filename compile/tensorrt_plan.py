@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from seekforge.kernels.errors import EngineError
 from seekforge.runtime.manifest import MANIFEST_NAME, hash_files, read_manifest
 from seekforge.runtime.profiles import Profile, profile_to_json
 from seekforge.runtime.tensorrt_api import import_tensorrt
+from seekforge.runtime.tensorrt_cache import CACHE_NAME
 
 KEPT = ("backend_version", "compute_capability", "layers", "profiles", "inputs", "outputs")
 
@@ -45,8 +47,9 @@ def plan_digest(
 
 
 def keep_plan(earlier: Path, digest: str, plan: Path) -> dict[str, Any] | None:
-    """Puts the plan of the engine directory `earlier` at `plan` if it has this digest and is whole;
-    returns its fields of the manifest, or None where a new one must be built."""
+    """Puts the plan of the engine directory `earlier` at `plan` if it has this digest and is whole,
+    with its runtime cache; returns its fields of the manifest, or None where a new one must be
+    built."""
     if not (earlier / MANIFEST_NAME).is_file():
         return None
     try:
@@ -61,4 +64,6 @@ def keep_plan(earlier: Path, digest: str, plan: Path) -> dict[str, Any] | None:
     if hash_files([old]) != [stored.sha256]:
         return None
     link_or_copy(old, plan)
+    if (earlier / CACHE_NAME).is_file():  # the kernels are the plan's
+        shutil.copyfile(earlier / CACHE_NAME, plan.with_name(CACHE_NAME))
     return {name: getattr(manifest, name) for name in KEPT}

@@ -124,6 +124,18 @@ def compare(args: argparse.Namespace) -> int:
     return _show(args, result, format_table, result.passed)
 
 
+def bisect(args: argparse.Namespace) -> int:
+    from seekforge.compile.bisect import TOKENS, bisect
+    from seekforge.compile.bisect_result import format_bisection
+    from seekforge.compile.prompts import PROMPTS
+
+    prompts: Sequence[str] = PROMPTS
+    if args.prompt is not None:
+        prompts = [sys.stdin.read() if args.prompt == "-" else args.prompt]
+    found = bisect(args.engine, _checkpoint(args), prompts, args.tokens or TOKENS, args.out)
+    return _show(args, found, format_bisection, found.culprit is None)
+
+
 def inspect(args: argparse.Namespace) -> int:
     from seekforge.compile.inspect import describe, format_description
     from seekforge.compile.tensorrt_table import format_tables

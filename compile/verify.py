@@ -119,7 +119,7 @@ class Verifier:
 
     def release(self) -> None:
         """Drops the weights held; nothing can be observed afterwards without reading them again."""
-        self._weights.held.clear()
+        self._weights.drop()
 
     def _compare(self, name: str, program: Program) -> PassError:
         assert self._before is not None
@@ -130,6 +130,7 @@ class Verifier:
             full = self._old.wide
             self._judged_by(self._run(self._before, decoded))
             rounding = normalised_error(self._old.wide, full)
+            self._weights.drop(int4_tensors(program))  # no later graph reads them unquantised
         try:
             new = self._run(program)
         except BuildError as failed:
@@ -213,8 +214,8 @@ class Verifier:
 
     def _advice(self) -> str:
         return (
-            f"  do: seekforge bisect {self.checkpoint.path} finds the layer and the node; "
-            "--no-verify builds without this check"
+            "  do: report it; to see more, build with --no-verify: `seekforge bisect ENGINE` then "
+            "names the layer and the node"
         )
 
 

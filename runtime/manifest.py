@@ -24,6 +24,7 @@ from typing import Any
 
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.schema import decode
+from seekforge.runtime.tensorrt_cache import CACHE_NAME
 
 FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
@@ -239,10 +240,10 @@ def _hash_piece(path: Path, start: int) -> bytes:
 
 
 def file_entries(directory: Path) -> tuple[FileEntry, ...]:
-    """Entries for all files below `directory` but the manifest, sorted by path."""
-    paths = sorted(
-        p for p in directory.rglob("*") if p.is_file() and p != directory / MANIFEST_NAME
-    )
+    """Entries for all files below `directory` but the manifest, sorted by path, and but the cache
+    that running the engine leaves there."""
+    aside = (directory / MANIFEST_NAME, directory / CACHE_NAME)
+    paths = sorted(p for p in directory.rglob("*") if p.is_file() and p not in aside)
     return tuple(
         FileEntry(path.relative_to(directory).as_posix(), digest, path.stat().st_size)
         for path, digest in zip(paths, hash_files(paths), strict=True)

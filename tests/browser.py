@@ -43,12 +43,12 @@ class Page:
         self.errors: list[str] = []
         target = self._call("Target.createTarget", {"url": "about:blank"}, None)["targetId"]
         attached = self._call("Target.attachToTarget", {"targetId": target, "flatten": True}, None)
-        self._session = attached["sessionId"]
+        self._tab = attached["sessionId"]
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        return self._call(method, params, self._session)
+        return self._call(method, params, self._tab)
 
     def open(self, url: str, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Loads `url` anew, in a window of this size."""
@@ -81,11 +81,11 @@ class Page:
         path.write_bytes(base64.b64decode(data))
         return path
 
-    def _call(self, method: str, params: dict[str, Any], session: str | None) -> dict[str, Any]:
+    def _call(self, method: str, params: dict[str, Any], tab: str | None) -> dict[str, Any]:
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
-        if session is not None:
-            message["sessionId"] = session
+        if tab is not None:
+            message["sessionId"] = tab
         self._write.write(json.dumps(message).encode() + b"\0")
         while True:
             answer = self._message()

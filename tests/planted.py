@@ -14,8 +14,12 @@ import pytest
 import torch
 from torch import fx
 
+import seekforge.compile.bisect_inductor
 import seekforge.compile.calibration
+import seekforge.compile.inductor
 import seekforge.compile.onnx_translations
+import seekforge.kernels.rope
+import seekforge.models.exportable
 import seekforge.passes.rope
 import seekforge.passes.swiglu
 import seekforge.runtime.session
@@ -57,7 +61,8 @@ def scale_not_folded(patch: pytest.MonkeyPatch, layer: int, producer: str) -> No
         factors = right(group, *rest)
         if group.producer == producer:
             if len(seen) == layer:
-                del factors[producer]
+                for name in (producer, producer.removesuffix("weight") + "bias"):
+                    factors.pop(name, None)
             seen.append(producer)
         return factors
 
@@ -129,3 +134,48 @@ def shared_block(patch: pytest.MonkeyPatch) -> None:
         return done
 
     patch.setattr(BlockManager, "allocate", allocate)
+
+
+def wrong_rope_kernel(patch: pytest.MonkeyPatch) -> None:
+    """The operator pairs halves where it is told pairs, and pairs where it is told halves."""
+    right = seekforge.kernels.rope.rotate_reference
+
+    def rotate(
+        x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    ) -> torch.Tensor:
+        return right(x, cos, sin, not interleaved)
+
+    patch.setattr(seekforge.kernels.rope, "rotate_reference", rotate)
+
+
+def wrong_attention_scale(patch: pytest.MonkeyPatch, layer: int) -> None:
+    """What attention becomes for the export divides by head_dim, not by its root."""
+    right = seekforge.models.exportable._attention
+
+    def attention(module: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        if module.layer_idx == layer:
+            named["scaling"] = 1 / query.shape[-1]
+        return right(module, query, *rest, **named)
+
+    patch.setattr(seekforge.models.exportable, "_attention", attention)
+
+
+def wrong_inductor_code(patch: pytest.MonkeyPatch, layer: int) -> None:
+    """What is given to Inductor has down_proj's input scaled in one layer."""
+    right = seekforge.compile.inductor.module_of
+
+    def module_of(program: Any) -> fx.GraphModule:
+        module = right(program)
+        for node in module.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.linear.default
+        ):
+            if f"layers.{layer}.mlp.down_proj" in str(node.args[1].target):
+                with module.graph.inserting_before(node):
+                    args = (node.args[0], 1.25)
+                    scaled = module.graph.call_function(torch.ops.aten.mul.Tensor, args)
+                node.replace_input_with(node.args[0], scaled)
+        module.recompile()
+        return module
+
+    for owner in (seekforge.compile.inductor, seekforge.compile.bisect_inductor):
+        patch.setattr(owner, "module_of", module_of)

@@ -66,7 +66,7 @@ def inductor_memory(folder: Path) -> None:
 
 def compile_here(folder: Path, program: Program) -> None:
     """In this process, where operators made here are known."""
-    module = inductor._copy(program)
+    module = inductor.module_of(program)
     try:
         compile_package(Job(module, tuple(INPUTS), "cpu", folder / "model.pt2", {}))
     except Exception:

@@ -43,5 +43,6 @@ def test_imports_follow_the_table(folder: str) -> None:
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_folders_are_flat_and_no_packages(folder: str) -> None:
     inside = [p.name for p in (ROOT / folder).iterdir() if p.name != "__pycache__"]
-    assert all(name.endswith((".py", ".txt", ".json", ".cu", ".cuh")) for name in inside), inside
+    allowed = (".py", ".txt", ".json", ".cu", ".cuh", ".css", ".js")
+    assert all(name.endswith(allowed) for name in inside), inside
     assert "__init__.py" not in inside

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import planted
 import pytest
 import torch
 from safetensors import safe_open
 
-import planted
 from seekforge.compile.bisect import bisect
 from seekforge.compile.bisect_result import Bisection, format_bisection
 from seekforge.compile.build import Options, build
@@ -105,9 +105,7 @@ def test_scale_not_folded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     planted.scale_not_folded(monkeypatch, layer, f"{producer}.weight")
-    found = bisected(
-        checkpoint(model), tmp_path, quant="awq-int4", int4=Int4Options(group_size=64)
-    )
+    found = bisected(checkpoint(model), tmp_path, quant="awq-int4", int4=Int4Options(group_size=64))
     prefix = f"model.layers.{layer}."
     assert names(found) == ("smoothed", "aten.linear", layer, prefix + reader)
     told = f"the scale of {prefix}{reader}.weight is not folded into {prefix}{producer}.weight"

@@ -16,11 +16,11 @@ import pytest
 from seekforge.compile.build import Options, build
 from seekforge.compile.cli import main
 from seekforge.compile.report import REPORT_NAME, page, rewrite_report, write_report
+from seekforge.compile.report_accuracy import judgement
 from seekforge.compile.report_graphs import Lowered, Recorder
 from seekforge.compile.report_links import links
 from seekforge.compile.report_lowered import inductor_items, onnx_items, tensorrt_items
 from seekforge.compile.report_nodes import ShownNode, source_of
-from seekforge.compile.report_sections import judgement
 from seekforge.compile.steps import Steps
 from seekforge.kernels.errors import EngineError
 from seekforge.passes.pipeline import run_pipeline
@@ -335,6 +335,11 @@ def test_verdicts(tiny_engine: Engine) -> None:
     assert word(receipt=manifest.receipt | {"passed": False}) == "Failed"
     few = tuple(p | {"fired": 0} for p in manifest.passes)
     assert word(passes=few) == "Incomplete"
+    compared = manifest.receipt | {"when": "2026-01-02", "passed": False, "limit": None}
+    later = dataclasses.replace(manifest, receipt=manifest.receipt | {"compared": compared})
+    assert judgement(later)[1] == "Failed"
+    found = Reader(page(later, {}, [])).tables
+    assert dict(found["Last comparison, 2026-01-02"])["same first choice"] == "100.00%"
 
 
 def test_onnx_nodes_outside_the_standard(op_onnx: Callable[..., Path]) -> None:
@@ -409,7 +414,8 @@ def test_tensorrts_kernels(exported: Exported) -> None:
 def test_backends_things_are_tied_to_the_graph(tiny_engine: Engine, backend: str) -> None:
     """Every layer's attention and each of its products has something of the backend's."""
     dtype = "float32" if backend == "inductor" else "float16"
-    found, _ = read(tiny_engine("llama", backend, dtype=dtype))
+    engine = tiny_engine("llama", backend, dtype=dtype, head_dim=16)  # TensorRT wants multiples
+    found, _ = read(engine)
     for kind in found.graphs["kinds"][:-1]:
         final = nodes_after(found.graphs, kind, "final cleanup")
         for lowered in kind["lowered"]:

@@ -273,9 +273,12 @@ def test_a_plan_is_kept_only_where_it_is_whole(tmp_path: Path) -> None:
     kept = dataclasses.replace(manifest(plan="a", stripped=True), files=files)
     write_manifest(earlier, kept)
     assert keep_plan(earlier, "b", plan) is None
+    (earlier / CACHE_NAME).write_bytes(b"kernels")
+    assert file_entries(earlier) == files and read_manifest(earlier) == kept
     facts = keep_plan(earlier, "a", plan)
     assert facts is not None and facts["backend_version"] == kept.backend_version
     assert plan.read_bytes() == b"plan"
+    assert plan.with_name(CACHE_NAME).read_bytes() == b"kernels"
     plan.unlink()
     (earlier / "model.engine").write_bytes(b"dust")
     assert keep_plan(earlier, "a", plan) is None and not plan.exists()

@@ -102,6 +102,7 @@ def test_the_manifest_has_it(
     assert errors["kv_cache"]["max"] > errors["kv_cache"]["mean"] > 0
     assert errors["mla"]["same"] and not errors["rope"]["same"]
     steps = [step["name"] for step in manifest.steps]
+    assert manifest.predicted is not None and set(steps) == set(manifest.predicted["steps"])
     assert (verify_level.STEP in steps) == (level == "cheap")
     assert "Infinity" not in (engine / MANIFEST_NAME).read_text()
 
