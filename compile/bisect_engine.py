@@ -6,6 +6,8 @@ runtime does not show here, and a wrong kernel does not hide there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,8 @@ ROUTED_SHARE = 0.9  # rows judged in models with experts, dtypes below float32 (
 
 def engine_outputs(session: Session, step: PagedStep) -> dict[str, Tensor]:
     """The compiled model's outputs by name; the pools have the step's K and V afterwards."""
-    manifest, engine = session.manifest, session  # type: Manifest, Any
+    manifest = session.manifest
+    engine: Any = session
     if manifest.form == "ragged":
         one = len(step.inputs["token_ids"]) == 1 and len(step.inputs["logits_rows"]) == 1
         loader = engine.decode if one else engine.model

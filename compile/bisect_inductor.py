@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from seekforge.compile.bisect_graphs import Values
 from seekforge.compile.bisect_nodes import layer_of, operator_name
@@ -53,7 +54,7 @@ class Packages:
         piece, inputs = _program_of(program, part)
         module = module_of(piece)
         names = [str(node.target) for node in module.graph.find_nodes(op="get_attr")]
-        key = _code(module, names)
+        key = _code(piece, module)
         if key not in self.made:
             path = self.folder / f"part-{len(self.made)}.pt2"
             compile_package(Job(module, tuple(inputs), self.device, path, self.fixed))
@@ -98,7 +99,9 @@ def parts_of(program: Program) -> Iterator[Part]:
     """The graph in its own order, cut where the layer changes."""
     nodes: list[fx.Node] = []
     now: int | None = None
-    for node in program.graph.find_nodes(op="call_function"):
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
         layer = layer_of(node)
         # What has no module (casts of inputs, added by passes) goes with what surrounds it.
         if layer is not None and layer != now and nodes:
@@ -111,8 +114,15 @@ def parts_of(program: Program) -> Iterator[Part]:
         yield _part(nodes)
 
 
-def _part(nodes: list[fx.Node]) -> Part:
-    inside = set(nodes)
+def _part(own: list[fx.Node]) -> Part:
+    """Sizes, and results of operators that have several, are computed again where they are read."""
+    inside, queue = set(own), list(own)
+    while queue:
+        for source in queue.pop().all_input_nodes:
+            if source.op == "call_function" and source not in inside and not _is_tensor(source):
+                inside.add(source)
+                queue.append(source)
+    nodes = sorted(inside)  # fx orders nodes as they stand
     given: dict[fx.Node, None] = {}
     for node in nodes:
         for source in node.all_input_nodes:
@@ -120,7 +130,7 @@ def _part(nodes: list[fx.Node]) -> Part:
                 given[source] = None
     results = [
         node
-        for node in nodes
+        for node in own
         if any(user not in inside for user in node.users) and _is_tensor(node)
     ]
     return Part(nodes, list(given), results)
@@ -153,7 +163,7 @@ def _program_of(program: Program, part: Part) -> tuple[Program, list[GraphInput]
 
 def _dim_names(program: Program) -> dict[str, str]:
     """{symbolic size: name of the dimension} of the graph's inputs."""
-    found = {}
+    found: dict[str, str] = {}
     for node in program.graph.find_nodes(op="placeholder"):
         names: Sequence[str] = RAGGED.get(str(node.target), ("blocks", "block_size"))
         for size, name in zip(node.meta["val"].shape, names, strict=False):
@@ -161,19 +171,26 @@ def _dim_names(program: Program) -> dict[str, str]:
     return found
 
 
-def _code(module: fx.GraphModule, weights: Sequence[str]) -> str:
+def _code(program: Program, module: fx.GraphModule) -> str:
     """A graph's text without the names of its nodes and weights."""
     places: dict[fx.Node, int] = {}
     lines = []
     for node in module.graph.nodes:
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{places[n]}")  # type: ignore[arg-type, return-value]
+        args = map_arg((node.args, node.kwargs), lambda n: _Place(places[n]))
         what = str(node.target) if node.op == "call_function" else node.op
         if node.op == "get_attr":
-            tensor = module.get_buffer(str(node.target))
+            tensor = program.tensor(str(node.target))
             what = f"{node.op} {tensor.dtype} {tuple(tensor.shape)}"
         lines.append(f"{what} {args}")
         places[node] = len(places)
     return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A node in the text of a graph."""
+
+    number: int
 
 
 def _first_off(

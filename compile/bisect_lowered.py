@@ -23,6 +23,7 @@ from seekforge.compile.bisect_literal import judge_literally
 from seekforge.compile.bisect_onnx import CutModel
 from seekforge.compile.bisect_result import Culprit, Found
 from seekforge.compile.onnx import write_onnx
+from seekforge.compile.run_graph import output_nodes
 from seekforge.compile.run_graph_weights import GraphWeights
 from seekforge.compile.weights import WEIGHTS_NAME, Source, write_weights
 from seekforge.passes.kv_cache import GraphInput
@@ -102,7 +103,7 @@ def _whole(job: Lowered) -> float:
 def _engine_culprit(
     job: Lowered, step: str, share: float, expected: Tensor, found: Tensor
 ) -> Culprit:
-    (node, *_) = job.program.graph.output_node().args[0]  # type: ignore[misc]
+    node, *_ = output_nodes(job.program)
     why: dict[str, Any] = {
         "onnxruntime": "every operator by itself is right: what ONNX Runtime's optimiser makes of "
         "them together is not",
@@ -110,11 +111,11 @@ def _engine_culprit(
     }
     return Culprit(
         step="lowered",
-        node=node.name,  # type: ignore[union-attr]
+        node=node.name,
         operator=job.manifest.backend,
         layer=None,
         module="",
-        source=source_line(node),  # type: ignore[arg-type]
+        source=source_line(node),
         error=share,
         limit=1.0,
         detail=f"the engine's logits in the step '{step}'; "

@@ -58,7 +58,7 @@ def seen(program: Program) -> dict[str, Seen]:
 
 def _token_dims(node: fx.Node) -> int:
     """2 for [sequences, tokens, ...], 1 for [sequences * tokens, ...], else 0."""
-    shape = getattr(node.meta.get("val"), "shape", ())
+    shape: tuple[Any, ...] = tuple(getattr(node.meta.get("val"), "shape", ()))
     free = [i for i, size in enumerate(shape) if isinstance(size, torch.SymInt)]
     if free == [0, 1]:
         return 2

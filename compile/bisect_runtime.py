@@ -109,8 +109,8 @@ class _Watch:
         except (KeyboardInterrupt, MemoryError):
             raise
         except Exception as error:  # over something that the ledger has nothing against
-            found = Mismatch("step", -1, f"raises {type(error).__name__}: {error}")
-            raise Found(self._culprit(found)) from error
+            fell = Mismatch("step", -1, f"raises {type(error).__name__}: {error}")
+            raise Found(self._culprit(fell)) from error
         self.trace.steps += 1
         return {delta.request_id for delta in deltas if delta.finish_reason is not None}
 

@@ -36,7 +36,6 @@ TENSORRT_IMPORTS = 105 * MB
 EXPORTED = 27_000  # bytes a call of the exported graph
 BLOCK = 16
 ONNX_IMPORTS = 14 * MB
-KEPT = 30 * MB  # by the process, after passes were proven on their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +157,7 @@ def _peaks(facts: Facts, plan: Plan, floor: int) -> dict[str, float]:
     """Peak memory by step, in order: of this process, or of a larger one that the step starts."""
     peaks: dict[str, float] = {}
     if plan.proven:
-        peaks["verify passes"] = floor + _proof(facts, plan)
-        floor += KEPT
+        peaks["verify passes"] = floor + _proof(facts, plan)  # all given back
     peaks["export"] = floor + EXPORTED * facts.exported
     passed = peaks["export"] + 4 * MB
     peaks["passes"] = passed + (0 if plan.proven or plan.verify == "none" else _proof(facts, plan))

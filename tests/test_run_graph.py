@@ -60,10 +60,9 @@ def test_pieces_give_what_whole_weights_give(
     """Linear layers by rows, experts a few at a time, the embedding by tokens."""
     program, checkpoint = fused("deepseek_v3", int4=int4)
     whole = logits(program, GraphWeights(checkpoint.read, checkpoint.int4))
-    for block in (300, 3000):
-        weights = GraphWeights(checkpoint.read, checkpoint.int4, room=0, block=block)
-        assert_close(logits(program, weights), whole, f"{block=}")
-        assert not weights.held
+    weights = GraphWeights(checkpoint.read, checkpoint.int4, room=0, block=1000)
+    assert_close(logits(program, weights), whole, "pieces of 1000 elements")
+    assert not weights.held
 
 
 def test_eager_says_the_same(
