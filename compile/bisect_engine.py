@@ -28,8 +28,11 @@ def engine_outputs(session: Session, step: PagedStep) -> dict[str, Tensor]:
     if manifest.form == "ragged":
         one = len(step.inputs["token_ids"]) == 1 and len(step.inputs["logits_rows"]) == 1
         loader = engine.decode if one else engine.model
-        given = [step.inputs[spec.name].to(engine.device) for spec in manifest.inputs]
-        (logits,) = loader.run(given)
+        given = {spec.name: step.inputs[spec.name].to(engine.device) for spec in manifest.inputs}
+        (logits,) = loader.run(list(given.values()))
+        for name, tensor in given.items():
+            if "_pool_" in name:  # which a GPU has written to in a copy
+                step.inputs[name].copy_(tensor)
         return {"logits": logits.cpu()}
     outputs: dict[str, Tensor] = engine._run(step.inputs)
     step.keep(outputs)

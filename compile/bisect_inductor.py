@@ -96,19 +96,18 @@ def layer_culprit(
 
 
 def parts_of(program: Program) -> Iterator[Part]:
-    """The graph in its own order, cut where the layer changes."""
+    """The graph in its own order, cut where the layer changes. What has no module (views of the
+    inputs, added by passes) goes with what stands before it."""
     nodes: list[fx.Node] = []
     now: int | None = None
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        layer = layer_of(node)
-        # What has no module (casts of inputs, added by passes) goes with what surrounds it.
-        if layer is not None and layer != now and nodes:
+        if module_path(node) and layer_of(node) != now and nodes:
             yield _part(nodes)
             nodes = []
-        if layer is not None:
-            now = layer
+        if module_path(node):
+            now = layer_of(node)
         nodes.append(node)
     if nodes:
         yield _part(nodes)
@@ -129,9 +128,7 @@ def _part(own: list[fx.Node]) -> Part:
             if source not in inside and source.op != "get_attr":
                 given[source] = None
     results = [
-        node
-        for node in own
-        if any(user not in inside for user in node.users) and _is_tensor(node)
+        node for node in own if any(user not in inside for user in node.users) and _is_tensor(node)
     ]
     return Part(nodes, list(given), results)
 
@@ -176,7 +173,7 @@ def _code(program: Program, module: fx.GraphModule) -> str:
     places: dict[fx.Node, int] = {}
     lines = []
     for node in module.graph.nodes:
-        args = map_arg((node.args, node.kwargs), lambda n: _Place(places[n]))
+        args = map_arg((node.args, node.kwargs), lambda n: f"%{places[n]}")
         what = str(node.target) if node.op == "call_function" else node.op
         if node.op == "get_attr":
             tensor = program.tensor(str(node.target))
@@ -184,13 +181,6 @@ def _code(program: Program, module: fx.GraphModule) -> str:
         lines.append(f"{what} {args}")
         places[node] = len(places)
     return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A node in the text of a graph."""
-
-    number: int
 
 
 def _first_off(

@@ -63,7 +63,10 @@ def run_requests(directory: Path, text: list[int]) -> Trace:
         max_batch=min(3, limits.max_batch),
         max_chunk=min(limits.max_chunk, max(2, block // 2 + 1)),
         num_blocks=max(*blocks, 2 * sum(blocks) // 3),  # not for all at once: blocks change hands
+        overlap=False,
     )
+    if manifest.device == "cuda":  # replayed graphs can't be looked into
+        llm.session.graphs = None  # type: ignore[attr-defined]
     watch = _Watch(llm)
     start, number, running = 0, 0, set[int]()
     while lengths or running:

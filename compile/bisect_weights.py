@@ -195,7 +195,8 @@ def check_stored(program: Program, weights: GraphWeights, path: Path) -> int:
 def _same(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    x, y = (t.contiguous().flatten().view(torch.uint8) for t in (a, b))
+    return torch.equal(x, y)
 
 
 def _stored_culprit(program: Program, name: str, expected: Tensor, found: Tensor) -> Culprit:
