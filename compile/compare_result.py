@@ -4,7 +4,9 @@ fp32 eager is the judge. An engine in another dtype passes when its error agains
 worse than 1.1 times that of eager in the same dtype; an fp32 engine when its largest logit differs
 by no more than 2e-4 (on logits of ordinary size). Where it differs by more, fp64 settles it: large
 weights make fp32 eager itself that uncertain, and an engine passes whose mean error against eager
-in fp64 is at most 1.5 times fp32 eager's (two orders of summation differ by about that).
+in fp64 is at most 4 times fp32 eager's: orders of summation differ by up to that (ONNX Runtime's
+products with INT4 weights round 3.2 times as much as torch's behind an attention sink:
+test_onnx_int4.py), faults by orders of magnitude more.
 
 With a mixture of experts, rounding sends a token now and then to another expert, in eager as in an
 engine; so in lower dtypes the worst tenth of the positions is left out of what is judged there.
@@ -24,7 +26,7 @@ from torch import Tensor
 
 FP32_LIMIT = 2e-4
 DTYPE_FACTOR = 1.1
-FP64_FACTOR = 1.5
+FP64_FACTOR = 4.0
 ROUTED_SHARE = 0.9  # positions judged in models with experts, dtypes below float32
 PERPLEXITY_LIMIT = 1e-4  # relative, fp32 engines
 
