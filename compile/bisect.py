@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from seekforge.compile.bisect_eager import eager_values
-from seekforge.compile.bisect_engine import logits_share
+from seekforge.compile.bisect_engine import Allowed
 from seekforge.compile.bisect_graphs import GraphWalk
 from seekforge.compile.bisect_lowered import Lowered, check_lowered
 from seekforge.compile.bisect_result import Bisection, Culprit, Found, StepResult
@@ -245,12 +245,17 @@ class _Walk:
         sequences = sorted(trace.tokens)
         batches = [torch.tensor([trace.tokens[s]]) for s in sequences]
         eager, exact = self._logits(batches)
+        at = [sorted(p for s, p in trace.logits if s == sequence) for sequence in sequences]
+        usual, judge = (
+            [logits[0, rows] for logits, rows in zip(side, at, strict=True)]
+            for side in (eager, exact)
+        )
+        routed = bool(self.checkpoint.spec.num_experts)
+        allowed = Allowed.by(torch.cat(usual), torch.cat(judge), routed)
         worst = 0.0
         for index, sequence in enumerate(sequences):
-            at = sorted(p for s, p in trace.logits if s == sequence)
-            found = torch.stack([trace.logits[sequence, p] for p in at])
-            expected, judge = eager[index][0, at], exact[index][0, at]
-            share = logits_share(found, expected, judge, bool(self.checkpoint.spec.num_experts))
+            found = torch.stack([trace.logits[sequence, p] for p in at[index]])
+            share = allowed.part(found, judge[index])
             worst = max(worst, share)
             if not share <= 1:
                 raise Found(
@@ -263,9 +268,9 @@ class _Walk:
                         source="",
                         error=share,
                         limit=1.0,
-                        detail=f"sequence {sequence}, positions {at}: every index tensor is right, "
+                        detail=f"sequence {sequence}, positions {at[index]}: every index tensor is right, "
                         "what the engine answers is not",
-                        tensors={"reference": expected, "found": found},
+                        tensors={"reference": usual[index], "found": found},
                     )
                 )
         return worst

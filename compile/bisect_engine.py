@@ -6,6 +6,8 @@ runtime does not show here, and a wrong kernel does not hide there.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +16,8 @@ from torch import Tensor
 from seekforge.compile.bisect_steps import PagedStep
 from seekforge.runtime.session import Session
 
-# Of the mean error of a row of logits: so many times what eager in the engine's dtype has against
-# float32, and at least this share of the logits' mean magnitude.
+# Of a row of logits' mean error: so many times the worst that eager in the engine's dtype has
+# against float32, and at least this share of the logits' mean magnitude.
 FACTOR = 4.0
 FLOOR = 1e-3
 ROUTED_SHARE = 0.9  # rows judged in models with experts, dtypes below float32 (see compare.py)
@@ -47,14 +49,32 @@ def fresh_pools(steps: list[PagedStep]) -> None:
             tensor.copy_(torch.randn(tensor.shape, generator=random))
 
 
-def logits_share(found: Tensor, eager: Tensor, exact: Tensor, routed: bool) -> float:
-    """How much of what is allowed the worst row of logits takes. eager: in the engine's dtype;
-    exact: in float32; all [rows, V]. routed: the model has experts, which rounding may swap."""
-    error = (found.double() - exact.double()).abs().mean(-1)
-    usual = float((eager.double() - exact.double()).abs().mean())
-    limit = FACTOR * max(usual, FLOOR * float(exact.abs().mean()))
-    if not bool(error.isfinite().all()):
-        return float("inf")
-    if routed and usual > 0:
-        error = error.sort().values[: max(1, int(ROUTED_SHARE * len(error)))]
-    return float(error.max()) / limit
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """How far a row of an engine's logits may be from float32 eager's: `limit` of mean error.
+
+    share: of the rows that are judged, the better ones.
+    """
+
+    limit: float
+    share: float
+
+    @classmethod
+    def by(cls, eager: Tensor, exact: Tensor, routed: bool) -> Allowed:
+        """From eager in the engine's dtype and in float32, all rows [N, V]. routed: the model has
+        experts, of which rounding picks another now and then."""
+        error = (eager.double() - exact.double()).abs().mean(-1)
+        share = ROUTED_SHARE if routed and bool((error > 0).any()) else 1.0
+        usual = float(_better(error, share).max())
+        return cls(FACTOR * max(usual, FLOOR * float(exact.abs().mean())), share)
+
+    def part(self, found: Tensor, exact: Tensor) -> float:
+        """How much of it the worst row takes."""
+        error = (found.double() - exact.double()).abs().mean(-1)
+        if not bool(error.isfinite().all()):
+            return math.inf
+        return float(_better(error, self.share).max()) / self.limit
+
+
+def _better(error: Tensor, share: float) -> Tensor:
+    return error.sort().values[: max(1, int(share * len(error)))]

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seekforge.compile.bisect_engine import engine_outputs, fresh_pools, logits_share
+from seekforge.compile.bisect_engine import Allowed, engine_outputs, fresh_pools
 from seekforge.compile.bisect_graphs import Values
 from seekforge.compile.bisect_inductor import layer_culprit
 from seekforge.compile.bisect_literal import judge_literally
@@ -85,11 +85,12 @@ def _whole(job: Lowered) -> float:
     session = open_session(job.directory)
     steps = [run.step for run in job.runs if run.step is not None]
     fresh_pools(steps)
+    allowed = Allowed.by(job.eager, job.exact, job.routed)
     worst = 0.0
     for run, step in zip(job.runs, steps, strict=True):
         logits = engine_outputs(session, step)["logits"]
         expected = job.eager[step.rows]
-        share = logits_share(logits, expected, job.exact[step.rows], job.routed)
+        share = allowed.part(logits, job.exact[step.rows])
         worst = max(worst, share)
         if not share <= 1:
             if job.manifest.backend == "inductor":

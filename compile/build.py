@@ -132,8 +132,9 @@ class _Job:
         self.steps.subject, dtype = plan.subject, plan.dtype
         known = durations(plan.subject)
         log = self.out / f"{backend}.log"
+        keep = WEIGHTS_NAME if self.options.cache else None  # of builds that were killed
         with (
-            atomic_directory(self.out / backend, WEIGHTS_NAME if self.options.cache else None) as folder,
+            atomic_directory(self.out / backend, keep) as folder,
             caught(backend, log, self.steps, folder / MODEL_NAME),
         ):
             proof = PassProof(

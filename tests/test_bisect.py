@@ -57,6 +57,7 @@ def saved(found: Bisection) -> dict[str, torch.Tensor]:
 
 
 def check_sound(found: Bisection, quantised: list[str]) -> None:
+    print(format_bisection(found))
     assert found.culprit is None and found.saved is None, format_bisection(found)
     assert format_bisection(found).endswith("no step beyond tolerance")
     done = [step.name for step in found.steps]
@@ -65,9 +66,16 @@ def check_sound(found: Bisection, quantised: list[str]) -> None:
     assert all(step.error is not None and step.error <= 1 for step in found.steps)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", "float16"), ("deepseek_v3", "float32")])
-def test_no_fault(family: str, dtype: str, tiny_engine: Engine, tmp_path: Path) -> None:
-    check_sound(bisected(tiny_engine(family, "onnxruntime", dtype), tmp_path), [])
+def test_no_fault(tiny_engine: Engine, tmp_path: Path) -> None:
+    check_sound(bisected(tiny_engine("deepseek_v3", "onnxruntime"), tmp_path), [])
+
+
+# The sum of squares of this model's residual stream is too much for float16.
+LOUD = {"hidden_size": 96, "intermediate_size": 512}
+
+
+def test_no_fault_in_half(tiny_engine: Engine, tmp_path: Path) -> None:
+    check_sound(bisected(tiny_engine("llama", "onnxruntime", "float16", **LOUD), tmp_path), [])
 
 
 def test_no_fault_in_int4(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -164,8 +172,7 @@ def test_overflow_in_a_norm(
     tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted.overflowing_norm(monkeypatch)
-    path = tiny_checkpoint("llama", hidden_size=96, intermediate_size=512)
-    found = bisected(built(path, tmp_path, dtype="float16"), tmp_path)
+    found = bisected(built(tiny_checkpoint("llama", **LOUD), tmp_path, dtype="float16"), tmp_path)
     assert names(found)[:2] == ("lowered", "seekforge.add_rms_norm")
     assert found.culprit is not None and "computed in float16" in found.culprit.detail
     x, residual, _ = (t.float() for n, t in saved(found).items() if n.startswith("input."))
@@ -263,6 +270,17 @@ def test_wrong_weights(tiny_engine: Engine, tmp_path: Path) -> None:
     found = bisected(engine, tmp_path)
     assert found.culprit is not None, format_bisection(found)
     assert (found.culprit.step, found.culprit.node, found.culprit.layer) == ("weights", name, 1)
+
+
+def test_built_by_code_that_is_right_by_now(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The pass is as it should be; the engine's weights still lie as the wrong one put them."""
+    with pytest.MonkeyPatch.context() as patch:
+        planted.swapped_halves(patch, 1)
+        engine = built(tiny_checkpoint("llama"), tmp_path)
+    found = bisected(engine, tmp_path)
+    assert names(found) == ("weights", "aten.linear", 1)
+    assert found.culprit is not None
+    assert found.culprit.node == "model.layers.1.mlp.gate_up_proj.weight"
 
 
 def test_verb(tiny_engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,12 +36,12 @@ def checkpoint(name: str) -> Path:
 
 
 def bisected(
-    path: Path, out: Path, dtype: str = "float32", quant: str | None = None, **more: Any
+    path: Path, out: Path, backend: str = "onnxruntime", dtype: str = "float32", **more: Any
 ) -> Bisection:
-    """Builds an ONNX Runtime engine with nothing compared, and walks it."""
+    """Builds an engine with nothing compared, and walks it."""
     options = Options(
-        backends=("onnxruntime",), dtype=dtype, max_len=256, max_chunk=64, max_batch=4,
-        verify="none", quant=quant, cache=False, **more,
+        backends=(backend,), dtype=dtype, max_len=256, max_chunk=64, max_batch=4, verify="none",
+        cache=False, **more,
     )  # fmt: skip
     (engine,) = build(path, out / "engines", options)
     found = bisect(engine, out=out / "culprit")
@@ -64,9 +64,16 @@ def names(found: Bisection) -> tuple[str, str, int | None, str]:
     return culprit.step, culprit.operator, culprit.layer, culprit.module
 
 
-@pytest.mark.parametrize("model", ["default", "tiny-deepseek-v3"])
-def test_no_fault(model: str, tmp_path: Path) -> None:
-    found = bisected(checkpoint(model), tmp_path)
+@pytest.mark.parametrize(
+    ("model", "backend", "dtype"),
+    [
+        ("default", "onnxruntime", "float32"), ("default", "onnxruntime", "float16"),
+        ("default", "inductor", "float32"), ("tiny-deepseek-v3", "onnxruntime", "float32"),
+        ("tiny-deepseek-v3", "onnxruntime", "float16"),
+    ],
+)  # fmt: skip
+def test_no_fault(model: str, backend: str, dtype: str, tmp_path: Path) -> None:
+    found = bisected(checkpoint(model), tmp_path, backend, dtype)
     assert found.culprit is None and found.saved is None
     assert [step.name for step in found.steps][-3:] == ["weights", "lowered", "runtime"]
 
