@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from seekforge.compile.bisect_eager import eager_values
-from seekforge.compile.bisect_engine import Allowed
 from seekforge.compile.bisect_graphs import GraphWalk
 from seekforge.compile.bisect_lowered import Lowered, check_lowered
+from seekforge.compile.bisect_reference import Reference
 from seekforge.compile.bisect_result import Bisection, Culprit, Found, StepResult
-from seekforge.compile.bisect_runtime import Trace, run_requests
+from seekforge.compile.bisect_runtime import check_answers, run_requests
 from seekforge.compile.bisect_steps import paged_steps, unpaged_inputs
 from seekforge.compile.bisect_weights import check_rounding, check_smoothing, check_stored, decoded
 from seekforge.compile.calibration_file import CALIBRATION_NAME, Calibrated, load_calibration
@@ -33,12 +33,10 @@ from seekforge.compile.options import Options
 from seekforge.compile.plan import int4_options
 from seekforge.compile.prompts import PROMPTS
 from seekforge.compile.quantise import QUANTISATIONS
-from seekforge.compile.reference import load_dequantised
 from seekforge.compile.run_graph_weights import GraphWeights
 from seekforge.compile.weights import WEIGHTS_NAME, Source
 from seekforge.kernels.errors import InputError
 from seekforge.models.checkpoint import open_checkpoint
-from seekforge.models.module import load_eager
 from seekforge.passes.int4 import Int4Options, sign_int4
 from seekforge.passes.pipeline import run_pipeline
 from seekforge.passes.program import Program
@@ -87,6 +85,7 @@ class _Walk:
         self.text, self.tokens = self._tokens(prompts, tokens)
         self.quantization = self.manifest.quantization
         self.source = self._source()
+        self.reference = Reference(self.checkpoint, self.source, self.quantization, self.dtype)
         self.steps: list[StepResult] = []
         self.since = time.perf_counter()
 
@@ -135,16 +134,6 @@ class _Walk:
             return Int4Options(quantization["group_size"], quantization["symmetric"], skip)
         return int4_options(self.checkpoint, Options())
 
-    def _eager(self, dtype: torch.dtype, rounded: bool) -> nn.Module:
-        """transformers' eager model. rounded: with the weights that an INT4 engine stands for."""
-        quantization = self.quantization
-        if quantization is None or (self.checkpoint.quant is None and not rounded):
-            return load_eager(self.checkpoint.path, dtype)
-        module = load_dequantised(self.checkpoint, self.source, quantization, self.dtype)
-        for parameter in module.parameters():  # not module.to: rotary frequencies stay float32
-            parameter.data = parameter.data.to(dtype)
-        return module
-
     def _done(self, name: str, error: float | None, note: str = "") -> None:
         now = time.perf_counter()
         self.steps.append(StepResult(name, now - self.since, error, note))
@@ -174,12 +163,12 @@ class _Walk:
             self._done("weights", 0.0, f"{count} tensors, bit for bit")
         else:
             self._done("weights", None, "they are inside the engine")
-        eager, exact = self._logits([self.tokens])
+        eager, exact = self.reference.logits([self.tokens])
         error, note = check_lowered(
             Lowered(
                 self.directory, self.manifest, program, graph_inputs, self.source,
                 self.graphs.weights, self.graphs.runs, eager[0].flatten(0, 1),
-                exact[0].flatten(0, 1), bool(self.checkpoint.spec.num_experts),
+                exact[0].flatten(0, 1), self.reference.routed,
             )
         )  # fmt: skip
         self._done("lowered", error, note)
@@ -189,7 +178,7 @@ class _Walk:
         """Called by the pipeline with each graph."""
         graphs = self.graphs
         if name == "exported":
-            module = self._eager(self.dtype, rounded=False)
+            module = self.reference.module(self.dtype, rounded=False)
             given = eager_values(module, graphs.runs[0].inputs, program)
             del module
             graphs.begin(program, given)
@@ -219,58 +208,14 @@ class _Walk:
         self.graphs = GraphWalk(GraphWeights(read, self.source.int4), inputs)
         self.graphs.begin(program)
 
-    def _logits(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Of batches [sequences, length] those of eager in the engine's dtype and in float32."""
-        found = []
-        for dtype in dict.fromkeys((self.dtype, torch.float32)):
-            module: Any = self._eager(dtype, rounded=True)
-            with torch.inference_mode():
-                found.append([module(ids, use_cache=False).logits.float() for ids in batches])
-        return found[0], found[-1]
-
     def _runtime(self) -> None:
         reason = unfit_reason(self.manifest)
         if reason is not None:
             self._done("runtime", None, f"the engine is not executed: {reason}")
             return
         trace = run_requests(self.directory, self.text)
-        error = self._answers(trace)
+        error = check_answers(trace, self.reference, self.manifest.backend)
         self._done(
             "runtime", error,
             f"{trace.steps} steps of {len(trace.tokens)} requests, {trace.tensors} tensors",
         )  # fmt: skip
-
-    def _answers(self, trace: Trace) -> float:
-        """The logits that were sampled from, against eager's for the same text. Raises Found."""
-        sequences = sorted(trace.tokens)
-        batches = [torch.tensor([trace.tokens[s]]) for s in sequences]
-        eager, exact = self._logits(batches)
-        at = [sorted(p for s, p in trace.logits if s == sequence) for sequence in sequences]
-        usual, judge = (
-            [logits[0, rows] for logits, rows in zip(side, at, strict=True)]
-            for side in (eager, exact)
-        )
-        routed = bool(self.checkpoint.spec.num_experts)
-        allowed = Allowed.by(torch.cat(usual), torch.cat(judge), routed)
-        worst = 0.0
-        for index, sequence in enumerate(sequences):
-            found = torch.stack([trace.logits[sequence, p] for p in at[index]])
-            share = allowed.part(found, judge[index])
-            worst = max(worst, share)
-            if not share <= 1:
-                raise Found(
-                    Culprit(
-                        step="runtime",
-                        node="logits",
-                        operator=self.manifest.backend,
-                        layer=None,
-                        module="",
-                        source="",
-                        error=share,
-                        limit=1.0,
-                        detail=f"sequence {sequence}, positions {at[index]}: every index tensor is right, "
-                        "what the engine answers is not",
-                        tensors={"reference": usual[index], "found": found},
-                    )
-                )
-        return worst

@@ -51,11 +51,15 @@ class Lowered:
     routed: bool
 
 
-def check_lowered(job: Lowered) -> tuple[float, str]:
-    """(the worst share of its limit of anything judged, a note). Raises Found."""
-    worst, notes = 0.0, []
+def check_lowered(job: Lowered) -> tuple[float | None, str]:
+    """(the worst share of its limit of anything judged, None where nothing could be; a note).
+    Raises Found."""
+    worst: float | None = None
+    notes = []
     backend, reason = job.manifest.backend, unfit_reason(job.manifest)
-    if backend == "onnxruntime":
+    if job.manifest.form == "padded" and job.manifest.dtype == "bfloat16":
+        notes.append("its ONNX is not judged (ONNX Runtime's CPU kernels have no bfloat16)")
+    elif backend == "onnxruntime":
         worst = _operators(job, job.directory)
         notes.append("every operator by itself")
     elif job.manifest.form == "padded":
@@ -66,8 +70,9 @@ def check_lowered(job: Lowered) -> tuple[float, str]:
             worst = _operators(job, Path(folder))
         notes.append("its ONNX, by ONNX Runtime")
     if reason is not None:
-        return worst, f"{', '.join(notes)}; the engine is not executed: {reason}".lstrip("; ")
-    worst = max(worst, _whole(job))
+        return worst, "; ".join([*notes, f"the engine is not executed: {reason}"])
+    whole = _whole(job)
+    worst = whole if worst is None else max(worst, whole)
     return worst, ", ".join([*notes, "the engine as built"])
 
 

@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from seekforge.compile.bisect_engine import Allowed
 from seekforge.compile.bisect_ledger import (
     LAYOUT,
     Call,
@@ -29,6 +31,7 @@ from seekforge.compile.bisect_ledger import (
     Mismatch,
     expected_calls,
 )
+from seekforge.compile.bisect_reference import Reference
 from seekforge.compile.bisect_result import Culprit, Found
 from seekforge.runtime.llm import LLM
 from seekforge.runtime.manifest import read_manifest
@@ -79,6 +82,39 @@ def run_requests(directory: Path, text: list[int]) -> Trace:
         number += 1
     watch.trace.tokens = {id: list(s.token_ids) for id, s in watch.sequences.items()}
     return watch.trace
+
+
+def check_answers(trace: Trace, reference: Reference, backend: str) -> float:
+    """The logits that were sampled from against eager's for the same text: the worst share of what
+    is allowed. Raises Found."""
+    sequences = sorted(trace.tokens)
+    at = [sorted(p for s, p in trace.logits if s == sequence) for sequence in sequences]
+    usual, judge = (
+        [logits[0, rows] for logits, rows in zip(side, at, strict=True)]
+        for side in reference.logits([torch.tensor([trace.tokens[s]]) for s in sequences])
+    )
+    allowed = Allowed.by(torch.cat(usual), torch.cat(judge), reference.routed)
+    worst = 0.0
+    for index, sequence in enumerate(sequences):
+        found = torch.stack([trace.logits[sequence, p] for p in at[index]])
+        share = allowed.part(found, judge[index])
+        worst = max(worst, share)
+        if not share <= 1:
+            culprit = Culprit(
+                step="runtime",
+                node="logits",
+                operator=backend,
+                layer=None,
+                module="",
+                source="",
+                error=share,
+                limit=1.0,
+                detail=f"sequence {sequence}, positions {at[index]}: every index tensor is right, "
+                "what the engine answers is not",
+                tensors={"reference": usual[index], "found": found},
+            )
+            raise Found(culprit)
+    return worst
 
 
 class _Watch:

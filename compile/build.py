@@ -23,6 +23,7 @@ from seekforge.compile.bundle import (
     copy_tokenizer,
     exclusive,
     link_weights,
+    tokenizer_missing,
     write_whole,
 )
 from seekforge.compile.calibration_file import CALIBRATION_NAME, Calibrated
@@ -83,11 +84,12 @@ def build(
     check_writable(out)
     for backend in options.backends:
         dtype = engine_dtype(checkpoint.config, options, backend)
-        problems = requirements(
-                backend, options.device, dtype, options.target, options.strip
-            )
+        problems = requirements(backend, options.device, dtype, options.target, options.strip)
         if problems:
             raise InputError("; ".join(map(str, problems)))
+    missing = tokenizer_missing(checkpoint.path)
+    if missing and options.verify != "none":
+        raise InputError(f"{missing}; add it, or build with --no-verify")
     steps = steps or Steps(checkpoint.spec.model_type)
     text = None
     if options.quant == "awq-int4":  # a text that can't be used is known before anything heavy
@@ -311,9 +313,7 @@ class _Job:
             self.steps.console.print(f"    not executed: {session_reason}", highlight=False)
             return {"executed": False, "reason": session_reason}
         with self.steps.step("verify"):
-            result = compare(
-                [folder], self.checkpoint.path, prompts=PROMPTS[:2], max_tokens=8
-            )
+            result = compare([folder], self.checkpoint.path, prompts=PROMPTS[:2], max_tokens=8)
         (engine,) = result.engines
         if not engine.passed:
             raise BuildError(

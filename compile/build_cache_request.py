@@ -42,7 +42,7 @@ VARIABLES = ("TORCHINDUCTOR_", "AOT_INDUCTOR_", "ATEN_CPU_CAPABILITY", "TRITON_"
 def request(checkpoint: Path, options: Options, backend: str) -> Request:
     """Raises OSError or CheckpointError where a file can't be read."""
     return {
-        "checkpoint": _checkpoint(checkpoint),
+        "checkpoint": checkpoint_digests(checkpoint),
         "options": dict(_options(options, backend)),
         "versions": versions(backend, options.device, options.quant),
         "machine": machine(backend, options.device),
@@ -129,7 +129,7 @@ def settings() -> str:
     return " ".join(found)
 
 
-def _checkpoint(folder: Path) -> dict[str, str]:
+def checkpoint_digests(folder: Path) -> dict[str, str]:
     weights = indexed_files(folder)
     others = {file for pattern in CHECKPOINT for file in folder.glob(pattern) if file.is_file()}
     files = [*sorted(others), *weights]

@@ -29,6 +29,14 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
+def tokenizer_missing(checkpoint: Path) -> str | None:
+    """What is to be said of a checkpoint without a tokenizer: its engine can't be verified."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if any((checkpoint / name).is_file() for name in names):
+        return None
+    return f"{checkpoint} has no tokenizer (none of {', '.join(names)}), and verifying needs one"
+
+
 def copy_tokenizer(checkpoint: Path, folder: Path) -> None:
     """Copies what the runtime needs to turn text into tokens and back."""
     for name in TOKENIZER_FILES:

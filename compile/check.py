@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from seekforge.compile.bundle import tokenizer_missing
 from seekforge.compile.check_costs import Plan, activation_bytes, memory_floor, predict
 from seekforge.compile.check_machine import (
     Machine,
@@ -98,6 +99,9 @@ def _engine(
             int4_options(subject.checkpoint, options), options.device,
         )  # fmt: skip
         problems += _unsupported(subject, examined, plan)
+        if subject.checkpoint is not None and options.verify != "none":
+            missing = tokenizer_missing(subject.path)
+            problems += [Problem(missing, "add it, or build with --no-verify")] if missing else []
         problems += _profiles(plan, subject, options, data)
         _predicted(examined, plan, machine, floor, out, problems, data)
         data["run"] = run_memory(

@@ -1,14 +1,15 @@
 """The program `seekforge`: one verb for each stage, in pipeline order.
 
-export -> check -> build, quantize -> compare -> bisect -> inspect, report -> generate -> bench. Each
-verb that writes prints the path it wrote; long steps show progress on stderr; --json prints one JSON
-document on stdout. Exit code 2: the input can't be served as given; 1: a step failed or a
+export -> check -> build, quantize -> compare -> bisect -> inspect, report -> generate -> bench.
+Each verb that writes prints the path it wrote; long steps show progress on stderr; --json prints
+one JSON document on stdout. Exit code 2: the input can't be served as given; 1: a step failed or a
 comparison did not pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import warnings
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("checkpoint", help="what `build` takes, or a config.json alone")
     check.add_argument("-o", "--out", type=Path, help="where the engines would be written")
-    check.add_argument("--gpu-memory", type=float, metavar="GIB", help="default: this GPU's")
+    check.add_argument("--gpu-memory", type=_size, metavar="GIB", help="default: this GPU's")
     check.add_argument(
         "--outcomes", action="store_true",
         help="CHECKPOINT is a folder of engines: what was predicted, and what then happened",
@@ -82,9 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     actions = cache.add_subparsers(dest="action", required=True, metavar="list|prune")
     _json_flag(actions.add_parser("list", help="what is kept, the one used last at the end"))
     prune = actions.add_parser("prune", help="remove what was not used for long, or is too much")
-    prune.add_argument("--older-than", type=float, metavar="DAYS", help="not used for so long")
+    prune.add_argument("--older-than", type=_size, metavar="DAYS", help="not used for so long")
     prune.add_argument(
-        "--max-size", type=float, metavar="GIB",
+        "--max-size", type=_size, metavar="GIB",
         help="until the cache takes no more than this, the one used longest ago first",
     )  # fmt: skip
     prune.add_argument("--all", action="store_true", help="everything")
@@ -99,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--quant", default="awq-int4", help="awq-int4 or rtn-int4")
     _int4_flags(quantize)
     quantize.add_argument("--text", type=Path, help="held-out text: perplexities fp32, RTN, AWQ")
-    quantize.add_argument("--text-tokens", type=int, help="use its first N tokens (default: all)")
+    quantize.add_argument(
+        "--text-tokens", type=_count, help="use its first N tokens (default: all)"
+    )
     _json_flag(quantize)
     quantize.set_defaults(run=verbs.quantize)
 
@@ -113,9 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         "--prompts", type=Path,
         help="text file, one prompt a line; .jsonl: {\"prompt\": …} or {\"messages\": …} a line",
     )  # fmt: skip
-    compare.add_argument("--max-tokens", type=int, default=64)
+    compare.add_argument("--max-tokens", type=_count, default=64)
     compare.add_argument("--text", type=Path, help="text file: perplexities on it are compared too")
-    compare.add_argument("--text-tokens", type=int, help="use its first N tokens (default: all)")
+    compare.add_argument("--text-tokens", type=_count, help="its first N tokens (default: all)")
     compare.add_argument(
         "--judge", default="reference",
         help="reference: what each engine stands for, INT4 decoded (default); checkpoint: the "
@@ -133,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     bisect.add_argument("engine", type=Path, help="engine directory or bundle")
     bisect.add_argument("--checkpoint", help="default: the one the engine was built from")
     bisect.add_argument("--prompt", help="text; '-' reads it from standard input")
-    bisect.add_argument("--tokens", type=int, help="of each of two sequences (default: 16)")
+    bisect.add_argument("--tokens", type=_count, help="of each of two sequences (default: 16)")
     bisect.add_argument("-o", "--out", type=Path, help="folder for the culprit's tensors")
     _json_flag(bisect)
     bisect.set_defaults(run=verbs.bisect)
@@ -163,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("engine", type=Path, help="engine directory or bundle")
     generate.add_argument("prompt", help="text; '-' reads it from standard input")
     generate.add_argument("--chat", action="store_true", help="put it through the chat template")
-    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--max-tokens", type=_count, default=128)
     generate.add_argument("--temperature", type=float, default=0.0)
     generate.add_argument("--top-k", type=int, default=0)
     generate.add_argument("--top-p", type=float, default=1.0)
@@ -184,8 +187,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--checkpoint", help="default: the one the first engine was built from")
     bench.add_argument("--batch", default="1,8", help="batch sizes, comma-separated")
-    bench.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
-    bench.add_argument("--rounds", type=int, default=3)
+    bench.add_argument("--tokens", type=_count, default=64, help="new tokens of each sequence")
+    bench.add_argument("--rounds", type=_count, default=3)
     _json_flag(bench)
     bench.set_defaults(run=verbs.bench)
     return parser
@@ -243,6 +246,24 @@ def _int4_flags(parser: argparse.ArgumentParser) -> None:
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+
+
+def _count(text: str) -> int:
+    """1 or more, for argparse."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 1 on was expected")
+    return int(text)
+
+
+def _size(text: str) -> float:
+    """0 or more and finite, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 0 on was expected")
+    return value
 
 
 def _quiet_libraries() -> None:

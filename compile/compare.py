@@ -9,13 +9,14 @@ in memory at a time.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from seekforge.compile.build_cache_request import checkpoint_digests
 from seekforge.compile.compare_judge import JUDGES, eager_layers, eager_logits, load_judge
 from seekforge.compile.compare_result import ROUTED_SHARE, Comparison, EngineResult
 from seekforge.compile.compare_rows import Evidence, eager_row, engine_row, with_layers
@@ -25,7 +26,7 @@ from seekforge.compile.prompts import PROMPTS, Prompt
 from seekforge.kernels.errors import InputError
 from seekforge.models.checkpoint import open_checkpoint
 from seekforge.runtime.llm import LLM
-from seekforge.runtime.manifest import DTYPE_BYTES, resolve_engine
+from seekforge.runtime.manifest import DTYPE_BYTES, Manifest, resolve_engine
 
 EAGER = "eager"
 
@@ -67,11 +68,20 @@ def compare(
     paths = [Path(engine) for engine in engines if eager_dtype(engine) is None]
     llms = [LLM(resolve_engine(path)) for path in paths]
     source = _source(checkpoint, llms)
+    opened = open_checkpoint(source)
+    for path, llm in zip(paths, llms, strict=True):
+        if checkpoint is None:
+            _check_checkpoint(source, path, llm.manifest)
+        if llm.manifest.vocab_size != opened.spec.vocab_size:
+            raise InputError(
+                f"{path}: its vocabulary has {llm.manifest.vocab_size} tokens, that of {source} "
+                f"{opened.spec.vocab_size}: they are not of one model"
+            )
     load = partial(
         load_judge, source, [llm.manifest for llm in llms], list(map(resolve_engine, paths)), judge
     )
     model = load()
-    speaker = Speaker(open_checkpoint(source), llms, max_tokens)
+    speaker = Speaker(opened, llms, max_tokens)
     windows = [] if text is None else speaker.windows(text, text_tokens)
     evidence = _evidence(model, speaker, [speaker.tokens(p) for p in prompts], windows, layers)
     judged, count = (None, 0)
@@ -127,6 +137,30 @@ def _source(checkpoint: Path | None, llms: Sequence[LLM]) -> Path:
             f"{source}: the engine's checkpoint is not there; give it with --checkpoint"
         )
     return source
+
+
+def _check_checkpoint(source: Path, path: Path, manifest: Manifest) -> None:
+    """Raises InputError for an engine that was built from other weights than those of `source`."""
+    if manifest.built_from is None:
+        return
+    wanted = _decisive(checkpoint_digests(source))
+    found = _decisive(manifest.built_from["checkpoint"])
+    differ = sorted(n for n in wanted | found if wanted.get(n) != found.get(n))
+    if differ:
+        raise InputError(
+            f"{path}: built from {manifest.model.get('checkpoint')}, and not from what {source} "
+            f"holds now: {', '.join(differ[:3])} differ; compare engines of one checkpoint, build "
+            "this one again, or name the judge with --checkpoint"
+        )
+
+
+def _decisive(digests: Mapping[str, str]) -> dict[str, str]:
+    """Of those files that decide what the model computes."""
+    return {
+        name: digest
+        for name, digest in digests.items()
+        if name == "config.json" or name.endswith(".safetensors")
+    }
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -81,7 +81,8 @@ class Options:
             raise InputError(
                 f"{option}: only TensorRT engines have it; --backend is {', '.join(self.backends)}"
             )
-        _ = self.tensorrt  # refuses targets and sizes that can't be read
+        # Refuses what can't be read; one spelling, so that another is no change.
+        object.__setattr__(self, "target", ",".join(self.tensorrt.targets))
         for name in ("max_batch", "max_len", "max_chunk", "block_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

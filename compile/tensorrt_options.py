@@ -32,7 +32,7 @@ class TensorRTOptions:
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
-    """`sm_86,8.9` -> ("8.6", "8.9"): in the order given, each once. Raises InputError."""
+    """`sm_86,8.9` -> ("8.6", "8.9"): the lowest first, each once. Raises InputError."""
     words = text.replace(" ", ",").split(",")
     found = [(word, _TARGET.fullmatch(word.strip())) for word in words if word.strip()]
     wrong = ", ".join(word for word, match in found if match is None)
@@ -41,7 +41,7 @@ def parse_targets(text: str) -> tuple[str, ...]:
             f"--target {wrong or repr(text)}: compute capabilities such as sm_89 or 8.9 were "
             "expected, several with commas: --target sm_86,sm_89"
         )
-    return tuple(dict.fromkeys(f"{match[1]}.{match[2]}" for _, match in found if match))
+    return tuple(sorted({f"{match[1]}.{match[2]}" for _, match in found if match}, key=float))
 
 
 def parse_streaming(gib: float | None) -> int | None:

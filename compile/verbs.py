@@ -84,8 +84,6 @@ def cache(args: argparse.Namespace) -> int:
     if not args.all and args.older_than is None and args.max_size is None:
         raise InputError("cache prune: say what goes: --older-than DAYS, --max-size GIB or --all")
     days, gib = args.older_than, args.max_size
-    if min(days or 0, gib or 0) < 0:
-        raise InputError(f"cache prune: {days or gib} is negative")
     seconds = float("-inf") if args.all else None if days is None else days * 24 * 3600
     removed = prune(None if gib is None else int(gib * 2**30), seconds)
     return _show(args, account(removed), format_account)
@@ -146,8 +144,12 @@ def inspect(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     from seekforge.compile.report import rewrite_report
+    from seekforge.runtime.manifest import BACKENDS, MANIFEST_NAME
 
-    print(rewrite_report(args.engine))
+    inside = [args.engine / name for name in BACKENDS]
+    bundled = [engine for engine in inside if (engine / MANIFEST_NAME).is_file()]
+    for engine in bundled or [args.engine]:
+        print(rewrite_report(engine))
     return 0
 
 

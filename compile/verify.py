@@ -29,7 +29,7 @@ from seekforge.compile.run_graph_weights import GraphWeights
 from seekforge.compile.verify_error import PassError, difference, median_error
 from seekforge.compile.verify_inputs import draw_tokens, logits_of
 from seekforge.compile.weights import Source
-from seekforge.kernels.errors import BuildError
+from seekforge.kernels.errors import BuildError, CheckpointError
 from seekforge.kernels.int4 import dequantise
 from seekforge.kernels.tolerance import TOLERANCE, normalised_error
 from seekforge.models.checkpoint import Checkpoint
@@ -95,6 +95,8 @@ class Verifier:
         start = time.perf_counter()
         if self._before is None:
             self._judged_by(self._run(program))
+            if not bool(self._judge.isfinite().all()):
+                raise self._not_finite(program)
         elif _text(program) == _text(self._before):
             self.errors[name] = PassError(0.0, 0.0, 0.0, 0.0, same=True)
         else:
@@ -190,6 +192,16 @@ class Verifier:
 
     def _draw(self, seed: int) -> list[Tensor]:
         return draw_tokens(self.checkpoint.spec.vocab_size, self.max_len, seed)
+
+    def _not_finite(self, program: Program) -> CheckpointError:
+        """What the user is told of a checkpoint whose own logits are NaN or infinite."""
+        sources = (name for weight in program.weights.values() for name in weight.sources)
+        bad = next((n for n in sources if not bool(self.checkpoint.read(n).isfinite().all())), None)
+        why = "its values are too large" if bad is None else f"tensor {bad} holds NaN or infinity"
+        return CheckpointError(
+            f"{self.checkpoint.path}: its logits are not finite in float32, before any pass, on "
+            f"{self.where()}: {why}"
+        )
 
     def _check(self, name: str, error: PassError) -> None:
         if not error.normalised <= self.limit:

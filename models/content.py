@@ -8,6 +8,7 @@ folder count: what is renamed or moved with its folder is still known.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -80,5 +81,6 @@ def _write(new: dict[str, list[Any]]) -> None:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(kept, separators=(",", ":")))
         temporary.replace(_index())
-    except OSError:
-        temporary.unlink(missing_ok=True)  # a read-only cache costs reading again, nothing else
+    except OSError:  # a read-only cache costs reading again, nothing else
+        with contextlib.suppress(OSError):
+            temporary.unlink()

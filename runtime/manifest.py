@@ -16,6 +16,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -358,7 +359,8 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
 
 def _fix(directory: Path, backend: str | None = None) -> str:
     name = backend or (directory.name if directory.name in BACKENDS else "BACKEND")
-    return f"rebuild it: seekforge build CHECKPOINT -o {directory.parent} --backend {name}"
+    out = directory.parent if directory.name in BACKENDS else directory
+    return f"rebuild it: seekforge build CHECKPOINT -o {shlex.quote(str(out))} --backend {name}"
 
 
 def _digest(data: Mapping[str, Any]) -> str:

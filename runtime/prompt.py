@@ -39,7 +39,7 @@ def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int, where: str = "")
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Messages {"role": text, "content": text} -> the prompt that asks for the next one."""
     if not tokenizer.chat_template:
-        raise InputError("this model's tokenizer has no chat template; use generate")
+        raise InputError("this model's tokenizer has no chat template: give plain text")
     if not messages:
         raise InputError("messages is empty; at least one message was expected")
     for i, message in enumerate(messages):

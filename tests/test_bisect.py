@@ -23,6 +23,7 @@ from torch import fx
 import seekforge.passes.cleanup
 from seekforge.compile import cli
 from seekforge.compile.bisect import bisect
+from seekforge.compile.bisect_engine import Allowed
 from seekforge.compile.bisect_result import Bisection, format_bisection, row_error
 from seekforge.compile.build import Options, build
 from seekforge.compile.weights import WEIGHTS_NAME, data_offsets
@@ -99,6 +100,27 @@ def test_no_fault_elsewhere(
     check_sound(bisected(engine, tmp_path), steps.get(quant or "", []))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tensorrt(dtype: str, tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Not executed here, and it says so; what was made of it until then is judged."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    options = Options(
+        backends=("tensorrt-rtx",), max_len=96, max_batch=2, dtype=dtype, verify="none",
+        cache=False,
+    )  # fmt: skip
+    (engine,) = build(tiny_checkpoint("deepseek_v3"), tmp_path / "engines", options)
+    found = bisected(engine, tmp_path)
+    print(format_bisection(found))
+    assert found.culprit is None
+    *_, weights, lowered, runtime = found.steps
+    assert weights.note == "they are inside the engine"
+    told = "by ONNX Runtime" if dtype == "float16" else "no bfloat16"
+    assert told in lowered.note and (lowered.error is None) == (dtype == "bfloat16")
+    if not torch.cuda.is_available():
+        assert "the engine is not executed" in lowered.note and runtime.error is None
+
+
 @pytest.mark.parametrize(
     "family", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.slow)]
 )
@@ -140,7 +162,7 @@ def test_swapped_halves(
         ("qwen2", 1, "self_attn.v_proj", "self_attn.o_proj"),
         pytest.param("llama", 0, "input_layernorm", "self_attn.q_proj", marks=pytest.mark.slow),
         pytest.param(
-            "deepseek_v3", 1, "self_attn.q_a_layernorm", "self_attn.q_b_proj",
+            "deepseek_v3", 1, "self_attn.kv_b_proj", "self_attn.o_proj",
             marks=pytest.mark.slow,
         ),
     ],
@@ -309,6 +331,24 @@ def test_verb_names_a_culprit(
     assert not told["ok"] and told["culprit"]["step"] == "swiglu"
     assert told["culprit"]["layer"] == 0 and Path(told["tensors"]).parent == out
     assert {"reference", "found"} <= set(told["culprit"]["tensors"])
+
+
+def test_how_far_logits_may_be() -> None:
+    """In float16 as far as eager's worst row, four times; in float32 a thousandth of the logits."""
+    exact = torch.randn(20, 50, generator=torch.Generator().manual_seed(1))
+    eager = exact + 0.01 * torch.linspace(0, 1, 20)[:, None]
+    half = Allowed.by(eager, exact, routed=False)
+    assert half.part(eager, exact) == pytest.approx(1 / 4)
+    worse = eager.clone()
+    worse[3] += 0.1  # one row
+    assert half.part(worse, exact) > 1
+    assert Allowed.by(eager, exact, routed=True).part(worse, exact) < 1  # a token's other expert
+    assert half.part(worse.fill_(math.nan), exact) == math.inf
+    full = Allowed.by(exact, exact, routed=True)
+    assert full.limit == pytest.approx(4e-3 * float(exact.abs().mean()))
+    wrong = exact.clone()
+    wrong[3] += 2 * full.limit
+    assert full.part(wrong, exact) == pytest.approx(2, rel=1e-5)
 
 
 def test_row_error() -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,19 @@ def test_files_are_read_once(tmp_path: Path) -> None:
         other.write_bytes(b"3")
         os.utime(other, ns=(0, 1))  # the time it had
         assert content_digests([other], counted) == hash_files([other]) and read == [other]
+
+
+@pytest.mark.parametrize("there", ["file", "file/folder"])
+def test_a_cache_folder_that_takes_nothing(
+    there: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path through a file, which root can't write to either: builds go on, files are read anew."""
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / there))
+    later = time.time_ns() + 10_000_000_000
+    monkeypatch.setattr("seekforge.models.content.time.time_ns", lambda: later)
+    (engine,) = build(checkpoint, tmp_path / "out", ORT)
+    assert (
+        reason_to_build(engine, requests.request(checkpoint, ORT, "onnxruntime"), checkpoint, ORT)
+        is None
+    )

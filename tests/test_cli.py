@@ -163,3 +163,28 @@ def test_unwritable_output(
         "--backend", "onnxruntime",
     )  # fmt: skip
     assert "cannot be written" in message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["compare x --max-tokens 0", "compare x --max-tokens -3", "cache prune --max-size nan",
+     "cache prune --older-than -1", "check x --gpu-memory inf", "bench x --rounds 0"],
+)  # fmt: skip
+def test_numbers_that_make_no_sense(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments.split())
+    assert stop.value.code == 2 and "was expected" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_tokenizer_is_known_before_the_build(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "checkpoint")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    what = [str(folder), "--backend", "onnxruntime", "--max-len", "64"]
+    assert main(["check", *what]) == 1
+    assert "has no tokenizer" in " ".join(capsys.readouterr().out.split())
+    assert main(["build", *what, "-o", str(tmp_path / "out")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has no tokenizer" in said and "export" not in said

@@ -85,6 +85,21 @@ def test_the_checkpoint_as_judge_still_has_limits(
     assert [row.passed for row in result.engines] == [False, True] and not result.passed
 
 
+def test_engines_of_other_weights_are_refused(
+    tiny_checkpoint: Callable[..., Path], tiny_engine: Engine
+) -> None:
+    """Their errors would be blamed on the engine, and kept in its receipt."""
+    others = [
+        tiny_engine("llama", "onnxruntime", rms_norm_eps=0.1),
+        tiny_engine("llama", "onnxruntime", vocab_size=300),
+    ]
+    for other in others:
+        with pytest.raises(InputError, match=r"built from .* config\.json.* differ"):
+            compare([tiny_engine("llama", "onnxruntime"), other], **SMALL)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"300 tokens, that of .* 293: they are not of one model"):
+        compare([others[1]], tiny_checkpoint("llama"), **SMALL)  # type: ignore[arg-type]
+
+
 def test_eager_alone(tiny_checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(InputError, match="eager alone: say of which checkpoint"):
         compare(["eager"], **SMALL)  # type: ignore[arg-type]

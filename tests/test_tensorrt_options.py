@@ -42,7 +42,7 @@ def build(folder: Path, **options: Any) -> TensorRTResult:
     ("text", "targets"),
     [
         ("8.9", ("8.9",)), ("sm_89", ("8.9",)), ("sm_86,sm_89", ("8.6", "8.9")),
-        ("12.0, sm_80 8.0", ("12.0", "8.0")), ("sm120", ("12.0",)),
+        ("12.0, sm_80 8.0", ("8.0", "12.0")), ("sm120", ("12.0",)),
     ],
 )  # fmt: skip
 def test_targets_are_read_as_people_write_them(text: str, targets: tuple[str, ...]) -> None:

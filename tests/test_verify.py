@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seekforge.compile.cli import main
 from seekforge.compile.export import export_checkpoint
 from seekforge.compile.verify import Verifier, copied
 from seekforge.compile.verify_inputs import draw_tokens
-from seekforge.kernels.errors import BuildError
+from seekforge.kernels.errors import BuildError, CheckpointError
 from seekforge.kernels.gathered_attention import gathered_attention
 from seekforge.kernels.int4 import Int4
 from seekforge.kernels.moe_route import moe_route
@@ -282,3 +284,18 @@ def test_the_program_says_it(
     with pytest.raises(SystemExit) as refused:
         main([*arguments, "--verify", "most"])
     assert refused.value.code == 2
+
+
+def test_weights_that_are_not_numbers(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Named as the checkpoint's own fault; no pass is blamed."""
+    folder = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "checkpoint")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    checkpoint = open_checkpoint(folder)
+    program = export_checkpoint(checkpoint, "float32", 64)
+    with pytest.raises(CheckpointError, match=f"not finite in float32.*: tensor {name} holds NaN"):
+        run_pipeline(
+            program, "padded", 64, None, None, "cpu", Verifier(checkpoint, 2, "float32", 64).observe
+        )
