@@ -305,7 +305,7 @@ def test_files_are_read_once(tmp_path: Path) -> None:
 def test_a_cache_folder_that_takes_nothing(
     there: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A path through a file, which root can't write to either: builds go on, files are read anew."""
+    """A path through a file, which even root can not write to: builds go on, files are read."""
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / there))
     later = time.time_ns() + 10_000_000_000
