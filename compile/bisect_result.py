@@ -120,10 +120,10 @@ def format_bisection(found: Bisection) -> str:
     culprit = found.culprit
     if culprit is None:
         return "\n".join([*lines, "no step beyond tolerance"])
-    where = "outside the layers" if culprit.layer is None else f"layer {culprit.layer}"
+    where = f", layer {culprit.layer}" if culprit.layer is not None else ""
     lines += [
         f"first step beyond tolerance: {culprit.step}",
-        f"  node      {culprit.node} ({culprit.operator}), {where}",
+        f"  node      {culprit.node} ({culprit.operator}){where}",
         f"  module    {culprit.module or '-'}",
         f"  source    {culprit.source or '-'}",
         f"  error     {culprit.error:.1e}, limit {culprit.limit:.0e}",

@@ -152,11 +152,12 @@ def test_off_by_one_in_a_block_table(
 
 
 def test_overflow_in_a_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default model's residual stream passes 256 in its layer 2: 235 before, 767 behind it."""
+    """The default model's residual stream passes 256 behind its layer 2."""
     planted.overflowing_norm(monkeypatch)
     found = bisected(checkpoint("default"), tmp_path, dtype="float16")
     module = "model.layers.3.input_layernorm"
     assert names(found) == ("lowered", "seekforge.add_rms_norm", 3, module)
-    tensors = saved(found)
-    x = sum(t.float() for n, t in tensors.items() if n.startswith("input.") and t.dim() == 2)
-    assert isinstance(x, torch.Tensor) and 256 < float(x.abs().max()) < 65504
+    x, residual, _ = (t.float() for n, t in saved(found).items() if n.startswith("input."))
+    largest = float((x + residual).abs().max())
+    print(f"largest value that the norm reads: {largest:.0f}")
+    assert 256 < largest < torch.finfo(torch.float16).max
