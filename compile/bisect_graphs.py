@@ -23,18 +23,17 @@ from torch import Tensor, fx
 
 from seekforge.compile.bisect_nodes import (
     Seen,
+    culprit_at,
     culprit_node,
-    layer_of,
     mutated,
     needed_for,
-    operator_name,
     seen,
 )
 from seekforge.compile.bisect_result import Culprit, Found, limit_of, row_error
 from seekforge.compile.bisect_steps import PagedStep
 from seekforge.compile.run_graph import GraphRunner
 from seekforge.compile.run_graph_weights import GraphWeights
-from seekforge.passes.program import Program, module_path, source_line
+from seekforge.passes.program import Program
 
 LARGEST_SAVED = 1 << 28  # bytes of a weight that is saved with the culprit
 MOST_NAMED = 6  # nodes on the way to it
@@ -213,18 +212,8 @@ class _Judge:
         if step is not None:
             where += f", in the step '{step.name}'"
         parts = [self._described(other) for other in (*others[-MOST_NAMED:], culprit)]
-        return Culprit(
-            step=self.step,
-            node=culprit.name,
-            operator=operator_name(culprit),
-            layer=layer_of(culprit),
-            module=module_path(culprit),
-            source=source_line(culprit),
-            error=row_error(reference, found),
-            limit=limit_of(found),
-            detail=f"{where}; new on the way from what is right: {', '.join(parts)}",
-            tensors={"reference": reference, "found": found} | self._inputs(culprit),
-        )
+        detail = f"{where}; new on the way from what is right: {', '.join(parts)}"
+        return culprit_at(self.step, culprit, reference, found, detail, self._inputs(culprit))
 
     def _described(self, node: fx.Node) -> str:
         """The node, and of a fused weight what it is made of."""

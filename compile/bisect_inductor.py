@@ -20,12 +20,12 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from seekforge.compile.bisect_graphs import Values
-from seekforge.compile.bisect_nodes import layer_of, operator_name
+from seekforge.compile.bisect_nodes import culprit_at, layer_of
 from seekforge.compile.bisect_result import Culprit, limit_of, row_error
 from seekforge.compile.inductor import ONE_TOKEN, Job, compile_package, module_of
 from seekforge.compile.run_graph_weights import GraphWeights
 from seekforge.passes.kv_cache import RAGGED, GraphInput
-from seekforge.passes.program import Program, module_path, source_line
+from seekforge.passes.program import Program, module_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,28 +198,12 @@ def _culprit(
     alone: bool, weights: GraphWeights,
 ) -> Culprit:  # fmt: skip
     told = "" if alone else "only where its layer's other values stay inside; "
-    return Culprit(
-        step="lowered",
-        node=node.name,
-        operator=operator_name(node),
-        layer=layer_of(node),
-        module=module_path(node),
-        source=source_line(node),
-        error=row_error(values[node.name], found),
-        limit=limit_of(found),
-        detail=f"{told}Inductor's code gives another value on the right inputs, in the step "
-        f"'{step}'",
-        tensors={
-            "reference": values[node.name],
-            "found": found,
-            **{
-                f"input.{i}.{n.name}": (
-                    weights.whole(program, str(n.target), False)
-                    if n.op == "get_attr"
-                    else values[n.name]
-                )
-                for i, n in enumerate(node.all_input_nodes)
-                if n.op == "get_attr" or n.name in values
-            },
-        },
-    )
+    detail = f"{told}Inductor's code gives another value on the right inputs, in the step '{step}'"
+    inputs = {
+        f"input.{i}.{n.name}": (
+            weights.whole(program, str(n.target), False) if n.op == "get_attr" else values[n.name]
+        )
+        for i, n in enumerate(node.all_input_nodes)
+        if n.op == "get_attr" or n.name in values
+    }
+    return culprit_at("lowered", node, values[node.name], found, detail, inputs)

@@ -1,6 +1,6 @@
 """Nodes of graphs as a bisection sees them: what makes two equal, what they need, who is to blame.
 
-Knows graphs, nothing of values.
+Knows graphs; of values only the two that a culprit is reported with.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from seekforge.compile.bisect_result import Culprit, limit_of, row_error
 from seekforge.passes.cleanup import VIEWS
-from seekforge.passes.program import Program, module_path
+from seekforge.passes.program import Program, module_path, source_line
 
 aten = torch.ops.aten
 # What only moves data: a wrong value behind it comes from before it.
@@ -160,3 +161,22 @@ def needed_for(
         if node.name in unstable:
             queue += whole
     return found
+
+
+def culprit_at(
+    step: str, node: fx.Node, reference: Tensor, found: Tensor, detail: str,
+    inputs: Mapping[str, Tensor],
+) -> Culprit:  # fmt: skip
+    """The culprit that a graph's node is. inputs: the node's, by the names they are saved under."""
+    return Culprit(
+        step=step,
+        node=node.name,
+        operator=operator_name(node),
+        layer=layer_of(node),
+        module=module_path(node),
+        source=source_line(node),
+        error=row_error(reference, found),
+        limit=limit_of(found),
+        detail=detail,
+        tensors={"reference": reference, "found": found, **inputs},
+    )

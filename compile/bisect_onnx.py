@@ -20,13 +20,13 @@ from onnx import helper
 from safetensors import safe_open
 from torch import Tensor, fx
 
-from seekforge.compile.bisect_nodes import layer_of, operator_name
+from seekforge.compile.bisect_nodes import culprit_at
 from seekforge.compile.bisect_result import Culprit, Found, limit_of, row_error
 from seekforge.compile.onnx import translated
 from seekforge.compile.onnx_builder import DTYPES
 from seekforge.compile.onnx_nodes import FX_KEY
 from seekforge.kernels.moe_route import moe_route
-from seekforge.passes.program import Program, module_path, source_line
+from seekforge.passes.program import Program
 
 REFERENCE = "reference/"  # of an input that takes the place of a value
 
@@ -140,28 +140,18 @@ class CutModel:
         key = self.made_by[value]
         made = next(n for n in self.program.graph.nodes if n.name == key)
         nodes = [n for n, k in _with_keys(self.model.graph) if k == key]
-        tensors = {"reference": reference, "found": found}
+        inputs = {}
         for index, source in enumerate(made.all_input_nodes):
             if source.name in given:
-                tensors[f"input.{index}.{source.name}"] = given[source.name]
+                inputs[f"input.{index}.{source.name}"] = given[source.name]
             elif source.op == "get_attr":
                 with safe_open(self.weights, framework="pt") as file:
-                    tensors[f"input.{index}.{source.name}"] = file.get_tensor(str(source.target))
-        return Culprit(
-            step="lowered",
-            node=made.name,
-            operator=operator_name(made),
-            layer=layer_of(made),
-            module=module_path(made),
-            source=source_line(made),
-            error=row_error(reference, found),
-            limit=limit_of(found),
-            detail=(
-                f"its ONNX translation gives another value ({value}) {how}: "
-                f"{', '.join(f'{n.op_type} {n.name}' for n in nodes[:6])}"
-            ),
-            tensors=tensors,
+                    inputs[f"input.{index}.{source.name}"] = file.get_tensor(str(source.target))
+        detail = (
+            f"its ONNX translation gives another value ({value}) {how}: "
+            f"{', '.join(f'{n.op_type} {n.name}' for n in nodes[:6])}"
         )
+        return culprit_at("lowered", made, reference, found, detail, inputs)
 
 
 def ordered(node: fx.Node, values: Mapping[str, Tensor]) -> Tensor:
