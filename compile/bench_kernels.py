@@ -31,7 +31,14 @@ from seekforge.kernels.errors import InputError
 ROTATE_BYTES = 240e6  # four times the L2 of an H200
 WRONG = 3e-2  # relative error above which a result is not timed
 ROUNDS, WARM_UP, REPLAYS = 3, 10, 20
-FAMILIES = ("int4", "attention", "moe", "elementwise", "sampling")  # bench_<name>.py, in order
+FAMILIES = (
+    "linear",
+    "int4",
+    "attention",
+    "moe",
+    "elementwise",
+    "sampling",
+)  # bench_<name>.py, in order
 
 Calls = Sequence[Callable[[], Any]]
 

@@ -25,13 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-import seekforge.kernels.rope_paged_attention  # noqa: F401  (the worker loads graphs that call it)
+import seekforge.kernels.rope_paged_attention
+import seekforge.kernels.shared_experts  # noqa: F401  (the worker loads graphs that call them)
 from seekforge.compile.failures_inductor import inductor_failure
 from seekforge.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from seekforge.kernels.gemv import gemv, in_memory, int4_gemv, one_token_int4_linear
 from seekforge.kernels.int4 import SYMMETRIC_ZERO
 from seekforge.kernels.int4_linear import inlined_int4_linear, int4_linear
 from seekforge.kernels.int4_moe_experts import int4_moe_experts, one_token_int4_experts
+from seekforge.kernels.linear import linear
 from seekforge.kernels.moe_experts import moe_experts, one_token_experts
 from seekforge.kernels.moe_route import moe_route, moe_route_reference
 from seekforge.kernels.paged_attention import one_token_attention, paged_attention
@@ -170,6 +172,8 @@ def compile_package(job: Job) -> None:
             node.target = inlined[node.target]
         elif one_token and node.target is LINEAR:
             _use_gemv(node)
+        elif job.device == "cuda" and node.target is LINEAR:
+            _use_operator(node)
         elif node.target is int4_linear and job.device == "cpu" and _is_small(job.module, node):
             node.target = inlined_int4_linear
     job.module.recompile()
@@ -204,6 +208,18 @@ def _use_gemv(node: fx.Node) -> None:
         with node.graph.inserting_after(node):
             total = node.graph.call_function(torch.ops.aten.add.Tensor, (node, bias[0]))
         node.replace_all_uses_with(total, lambda user: user is not total)
+
+
+def _use_operator(node: fx.Node) -> None:
+    """A linear layer as our operator, which also widens its input: a router's is in fp32."""
+    x, weight, bias = (*node.args, None)[:3]
+    if (
+        isinstance(x, fx.Node)
+        and x.target is torch.ops.aten.to.dtype
+        and x.args[1] == torch.float32
+    ):
+        x = x.args[0]
+    node.target, node.args = linear, (x, weight, bias)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def kv_write_reference(
 def head_scale(top, scale, head, heads, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """The scales of heads [HEADS]: INT8 makes them of the largest |x|, `top`, and writes them."""
     if KIND == "int8":
-        by = tl.maximum(top / 127.0, 1e-12)
+        by = tl.maximum(tl.div_rn(top, 127.0), 1e-12)
         tl.store(scale + head, by, mask=head < heads)
     else:
         by = tl.load(scale + head, mask=head < heads, other=1.0)
@@ -67,7 +67,7 @@ def head_scale(top, scale, head, heads, KIND: tl.constexpr):  # type: ignore[no-
 @jit
 def quantised(value, by, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """value [HEADS, columns] in the form of the pool, by the heads' scales [HEADS]."""
-    scaled = value.to(tl.float32) / by[:, None]
+    scaled = tl.div_rn(value.to(tl.float32), by[:, None])
     if KIND == "int8":
         # Round half away from zero, in plain operations that every target has.
         scaled = tl.where(scaled < 0, scaled - 0.5, scaled + 0.5)

@@ -69,20 +69,25 @@ class DeviceSampler:
             self._rows = list(sequences)
             params = [sequence.params for sequence in sequences]
             real = [
-                [p.temperature for p in params],
-                [p.top_p for p in params],
-                [p.min_p for p in params],
-                [p.repetition_penalty for p in params],
-                [p.presence_penalty for p in params],
-                [p.frequency_penalty for p in params],
-            ]
+                (
+                    p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
+                    p.frequency_penalty,
+                )
+                for p in params
+            ]  # fmt: skip
             whole = [
-                [min(max(p.top_k, 0), 1 << 30) for p in params],
-                [sequence.key for sequence in sequences],
+                (min(max(sequence.params.top_k, 0), 1 << 30), sequence.key)
+                for sequence in sequences
             ]
-            first, second = (on_device(torch.tensor(x), self.device) for x in (real, whole))
-            self._columns = first, second
+            self._columns = self._columns_of(real), self._columns_of(whole)
         return self._columns
+
+    def _columns_of(self, rows: Sequence[tuple[float, ...]]) -> Tensor:
+        """The rows' values by column, each from an address that is a multiple of 16: Triton
+        compiles a kernel anew for one that is not."""
+        columns = torch.tensor(rows).T
+        padded = torch.nn.functional.pad(columns, (0, -len(rows) % 4))
+        return on_device(padded.contiguous(), self.device)[:, : len(rows)]
 
     def _assign(self, sequences: Sequence[Sampled], vocab: int) -> Tensor:
         """Each row's slot in the counts, -1 without penalties. A new one is filled with what the

@@ -19,12 +19,14 @@ from torch import Tensor
 import seekforge.kernels.add_rms_norm
 import seekforge.kernels.int4_linear
 import seekforge.kernels.int4_moe_experts
+import seekforge.kernels.linear
 import seekforge.kernels.moe_experts
 import seekforge.kernels.moe_route
 import seekforge.kernels.paged_attention
 import seekforge.kernels.paged_mla_attention
 import seekforge.kernels.rms_norm
 import seekforge.kernels.rope_paged_attention
+import seekforge.kernels.shared_experts
 import seekforge.kernels.swiglu  # noqa: F401
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.decode_inputs import DecodeInputs, is_decode, on_device, place_tokens
@@ -45,15 +47,21 @@ class InductorSession:
     """Runs the engine on the device it was compiled for.
 
     capture: how decode steps are captured; None: as CUDA graphs on a GPU, not at all on the CPU.
+    weights: instead of those of the file.
     """
 
     def __init__(
-        self, directory: Path, manifest: Manifest, *, capture: Capture | None = None
+        self,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        capture: Capture | None = None,
+        weights: dict[str, Tensor] | None = None,
     ) -> None:
         self.manifest = manifest
         install_kernels(directory)
         self.device = self.logits_device = torch.device(manifest.device)
-        self.weights = load_weights(directory / WEIGHTS_NAME, self.device)
+        self.weights = weights or load_weights(directory / WEIGHTS_NAME, self.device)
         self.model = self._load(directory / MODEL_NAME)
         decode = directory / DECODE_NAME
         self.decode = self._load(decode) if decode.exists() else self.model

@@ -323,7 +323,8 @@ def make_cached_sequences(
         blocks, order = order[:count], order[count:]
         tables.append(blocks + [0] * (max(counts) - count))
         at = torch.tensor(
-            [blocks[i // block_size] * block_size + i % block_size for i in range(past + new)]
+            [blocks[i // block_size] * block_size + i % block_size for i in range(past + new)],
+            dtype=torch.int64,
         ).to(device)
         q, k, v = (
             draw(past + new, h, d)

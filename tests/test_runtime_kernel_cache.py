@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from seekforge.compile.kernel_cache import collect, lengths, record_used, steps
+from seekforge.compile.kernel_cache import collect, lengths, record_used, share, steps
 from seekforge.runtime.kernel_cache import FOLDER, install_kernels
 from seekforge.runtime.manifest import Limits
 
@@ -65,3 +65,12 @@ def test_every_kind_of_step_is_run() -> None:
     for chunks in steps(Limits(40, 4, 64), 16):
         used = [block for chunk in chunks for block in chunk.block_table]
         assert len(set(used)) == len(used) and max(used) <= 4
+
+
+def test_steps_are_shared_out() -> None:
+    """Each to one process, neighbours together."""
+    items = list(range(11))
+    for count in (1, 3, 11, 14):
+        parts = [share(items, index, count) for index in range(count)]
+        assert [item for part in parts for item in part] == items, f"{count=}"
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1, f"{count=}"
