@@ -3,7 +3,7 @@
 In: engine directories and, by name, eager in some dtype; prompts, and a text if wanted. Out: a
 `Comparison` (compare_result.py says what passes). Logits come from teacher forcing through the
 paged cache, tokens from greedy generation. Beside the engines one model of the checkpoint's size is
-in memory at a time.
+in memory at a time; it runs on the GPU where an engine does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ import torch
 from torch import nn
 
 from seekforge.compile.build_cache_request import checkpoint_digests
-from seekforge.compile.compare_judge import JUDGES, eager_layers, eager_logits, load_judge
+from seekforge.compile.compare_judge import (
+    JUDGES,
+    eager_layers,
+    eager_logits,
+    judge_device,
+    load_judge,
+)
 from seekforge.compile.compare_result import ROUTED_SHARE, Comparison, EngineResult
 from seekforge.compile.compare_rows import Evidence, eager_row, engine_row, with_layers
 from seekforge.compile.compare_speaker import Speaker
@@ -77,9 +83,9 @@ def compare(
                 f"{path}: its vocabulary has {llm.manifest.vocab_size} tokens, that of {source} "
                 f"{opened.spec.vocab_size}: they are not of one model"
             )
-    load = partial(
-        load_judge, source, [llm.manifest for llm in llms], list(map(resolve_engine, paths)), judge
-    )
+    manifests = [llm.manifest for llm in llms]
+    device = judge_device(manifests, opened.spec.parameters)
+    load = partial(load_judge, source, manifests, list(map(resolve_engine, paths)), judge, device)
     model = load()
     speaker = Speaker(opened, llms, max_tokens)
     windows = [] if text is None else speaker.windows(text, text_tokens)
@@ -92,6 +98,7 @@ def compare(
     eager: dict[str, EngineResult] = {}
     for dtype in dict.fromkeys(filter(None, dtypes)):
         if next(model.parameters()).dtype != torch.float32:
+            del model
             model = load()
         model = model.to(getattr(torch, dtype))
         if dtype not in evidence.texts:
@@ -99,6 +106,8 @@ def compare(
         eager[dtype] = eager_row(model, dtype, evidence)
     del model
     gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     rows = []
     for llm, path, name in zip(llms, paths, _names(paths), strict=True):
         limited = judge == "reference" or llm.manifest.quantization is None
@@ -106,7 +115,7 @@ def compare(
         rows.append(with_layers(row, resolve_engine(path), source, evidence) if layers else row)
     return Comparison(
         tuple(rows), tuple(eager.values()), str(source.resolve()), judge, len(evidence.prompts),
-        sum(map(len, evidence.full)), judged, count,
+        sum(map(len, evidence.full)), judged, count, device.type,
     )  # fmt: skip
 
 

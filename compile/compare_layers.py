@@ -50,6 +50,11 @@ def layer_states(directory: Path, checkpoint: Path) -> Iterator[States]:
             f"--layers: {directory} is a {manifest.backend} engine, which has no place to look "
             f"at its hidden states; possible for {', '.join(HOW)}"
         )
+    if manifest.backend == "onnxruntime" and manifest.dtype == "bfloat16":
+        raise InputError(
+            f"--layers: {directory} is an ONNX Runtime engine in bfloat16, which numpy does not "
+            "have; look at one in float16 or float32"
+        )
     names = norm_weights(manifest.kv.num_layers)
     with tempfile.TemporaryDirectory(prefix="seekforge-") as temporary:
         folder = Path(temporary)

@@ -31,7 +31,7 @@ def write_receipts(comparison: Comparison, directories: Sequence[Path]) -> list[
 
 def _receipt(comparison: Comparison, row: EngineResult) -> dict[str, Any]:
     whole = comparison.to_dict()
-    shared = ("checkpoint", "judge", "prompts", "positions", "text_tokens")
+    shared = ("checkpoint", "judge", "device", "prompts", "positions", "text_tokens")
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         **{key: whole[key] for key in shared},

@@ -84,6 +84,7 @@ class Comparison:
     checkpoint: its directory. judge: "reference", what the engines stand for: the checkpoint, or
     the weights that their INT4 decodes to; or "checkpoint", the unquantised one whatever they are.
     perplexity: of the judge on the text that was given; text_tokens: how many it predicts there.
+    device: of eager, the judge among it: "cpu" or "cuda".
     """
 
     engines: tuple[EngineResult, ...]
@@ -94,6 +95,7 @@ class Comparison:
     num_positions: int
     perplexity: float | None = None
     text_tokens: int = 0
+    device: str = "cpu"
 
     @property
     def passed(self) -> bool:
@@ -110,6 +112,7 @@ class Comparison:
             "passed": self.passed,
             "checkpoint": self.checkpoint,
             "judge": self.judge,
+            "device": self.device,
             "prompts": self.num_prompts,
             "positions": self.num_positions,
             "perplexity": _finite(self.perplexity),

@@ -8,6 +8,7 @@ JUDGES = {
     "reference": "transformers eager in float32",
     "checkpoint": "transformers eager in float32 with the checkpoint's own weights",
 }
+PLACES = {"cpu": "", "cuda": ", on the GPU"}
 
 
 def format_table(comparison: Comparison) -> str:
@@ -17,7 +18,7 @@ def format_table(comparison: Comparison) -> str:
     head += f"{'top-1':>8}{'tokens':>8}{'perplexity':>12}  verdict"
     lines = [
         f"{comparison.num_prompts} prompts, {comparison.num_positions} positions, against "
-        f"{JUDGES[comparison.judge]}"
+        f"{JUDGES[comparison.judge]}{PLACES[comparison.device]}"
     ]
     if comparison.perplexity is not None:
         lines.append(

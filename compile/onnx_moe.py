@@ -78,7 +78,7 @@ def translate_moe_experts(
     args = (b, x, weights, indices, gate_up, down, value.dtype)
     dims = ("tokens", hidden)
     if b.target == "onnxruntime":
-        y = experts_hit(*args)
+        y = experts_hit(*args, experts)
     else:
         few = b.op("LessOrEqual", b.op("Size", indices), b.constant(experts))
         y = b.op(
@@ -95,10 +95,16 @@ def translate_moe_experts(
 
 
 def experts_hit(
-    b: OnnxBuilder, x: str, weights: str, indices: str, gate_up: str, down: str, dtype: torch.dtype
-) -> str:
+    b: OnnxBuilder, x: str, weights: str, indices: str, gate_up: str, down: str,
+    dtype: torch.dtype, experts: int,
+) -> str:  # fmt: skip
     """A Loop over the experts that some token chose; fp32 inside."""
-    hit = b.op("Unique", b.reshape(indices, [-1]), sorted=1)
+    # Their numbers, without Unique: on a GPU it would run on the CPU, with a copy for each layer.
+    # Where an expert is chosen twice, the same 1 is written twice.
+    flat = b.reshape(indices, [-1])
+    ones = b.op("Expand", b.constant(1), b.size(flat, 0))
+    marked = b.op("ScatterElements", b.constant([0] * experts), flat, ones, axis=0)  # [experts]
+    hit = b.reshape(b.op("NonZero", marked), [-1])
     count = b.op("Squeeze", b.size(hit, 0))
     x = cast(b, x, dtype, FP32)
     start = b.op("Expand", b.constant(0.0, FP32), b.size(x, 0, 2))

@@ -39,6 +39,7 @@ BACKENDS = {
 # Larger files are hashed by pieces of this size, side by side: one thread reads some 1.5 GB/s, and
 # a 7B model's weights are 15 GB.
 HASH_PIECE = 64 << 20
+CUDA_PROVIDER = "CUDAExecutionProvider"  # ONNX Runtime's name for it
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -305,6 +306,14 @@ def unfit_reason(manifest: Manifest) -> str | None:
             f"it was built for compute capability {', '.join(built_for)} and this GPU has "
             f"{major}.{minor}"
         )
+    if manifest.backend == "onnxruntime":
+        import onnxruntime
+
+        if CUDA_PROVIDER not in onnxruntime.get_available_providers():
+            return (
+                f"the onnxruntime {onnxruntime.__version__} installed here has no {CUDA_PROVIDER}; "
+                "pip uninstall onnxruntime, then pip install onnxruntime-gpu"
+            )
     return None
 
 

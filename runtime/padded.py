@@ -51,7 +51,8 @@ def run_padded(
     assert pools, "allocate() comes before step()"
     rows = sum(len(chunk.rows) for chunk in chunks)
     logits = torch.empty(rows, manifest.vocab_size)
-    for batch in padded_batches(chunks, next(iter(pools.values())).shape[1]):
+    first = next(iter(pools.values()))
+    for batch in padded_batches(chunks, first.shape[1]):
         outputs = run(
             {
                 "token_ids": batch.token_ids,
@@ -62,8 +63,11 @@ def run_padded(
                 **pools,
             }
         )
+        slots = batch.slots
+        if not bool((slots < 0).any()):
+            slots = slots.to(first.device)  # one transfer for all layers
         for name, pool in pools.items():  # k_pool_3 <- new_k_3
-            scatter_kv(pool, outputs["new_" + name.replace("pool_", "")], batch.slots)
+            scatter_kv(pool, outputs["new_" + name.replace("pool_", "")], slots)
         if len(batch.output_rows):
             logits[batch.output_rows] = outputs["logits"].float().cpu()
     return logits

@@ -174,10 +174,13 @@ def padded_batches(chunks: Sequence[Chunk], block_size: int) -> list[PaddedBatch
 
 
 def scatter_kv(pool: Tensor, new: Tensor, slots: Tensor) -> None:
-    """`new` [B, S, ...] into `pool` [blocks, block_size, ...] at `slots` [B, S]; -1 is skipped."""
+    """`new` [B, S, ...] into `pool` [blocks, block_size, ...] at `slots` [B, S]; -1 is skipped.
+
+    Slots that are on a GPU already hold no -1: to look would wait for it.
+    """
     flat = slots.flatten()
     values = new.flatten(0, 1)
-    if bool((flat < 0).any()):
+    if flat.device.type == "cpu" and bool((flat < 0).any()):
         keep = flat >= 0
         flat, values = flat[keep], values[keep.to(values.device)]
     # view, not reshape: a copy would swallow the write

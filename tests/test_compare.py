@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from seekforge.compile import compare_receipt
 from seekforge.compile.build import Options, build
 from seekforge.compile.cli import main
 from seekforge.compile.compare import compare, eager_dtype
+from seekforge.compile.compare_judge import FP64_BYTES, ROOM, judge_device, whole_fp32
 from seekforge.compile.compare_receipt import write_receipts
 from seekforge.compile.compare_result import Comparison, EngineResult
 from seekforge.compile.compare_speaker import Speaker
@@ -237,3 +239,32 @@ def test_messages_go_through_the_chat_template(
     assert len(chat.tokens("one " * 300)) == 256 - 4
     with pytest.raises(InputError, match="max_tokens 256 leaves no room"):
         Speaker(open_checkpoint(tmp_path / "chat"), [], 256).tokens("one")
+
+
+def test_eager_runs_where_an_engine_does(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the GPU has room for it in fp64."""
+    cpu = read_manifest(tiny_engine("llama", "onnxruntime"))
+    cuda = replace(cpu, device="cuda")
+    parameters = 1000
+    free = ROOM + FP64_BYTES * parameters
+    assert judge_device([cpu, cuda], parameters).type == "cpu", "there is no GPU here"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    assert judge_device([cpu, cuda], parameters) == torch.device("cuda", 0)
+    assert judge_device([cpu, cuda], parameters + 1).type == "cpu"
+    assert judge_device([cpu, cpu], parameters).type == judge_device([], parameters).type == "cpu"
+
+
+def test_the_judge_knows_no_tf32() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        with pytest.raises(ZeroDivisionError), whole_fp32():
+            assert torch.get_float32_matmul_precision() == "highest"
+            raise ZeroDivisionError
+        assert torch.get_float32_matmul_precision() == "high", "as it was"
+    finally:
+        torch.set_float32_matmul_precision(before)
