@@ -145,6 +145,13 @@ ROWS: list[tuple[int, int, int, Floors, dict[str, float] | None]] = [
     (4096, 4096, 14336, Floor(0.97, DENSE), None),
 ]
 
+# in_features, out_features of the fused projections of Qwen2-7B, Llama-8B and DeepSeek-V2-Lite
+FUSED = [
+    (3584, 4608), (3584, 3584), (3584, 37888), (18944, 3584),
+    (4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096),
+    (2048, 3648), (2048, 2048), (2048, 5632), (2816, 2048),
+]  # fmt: skip
+
 
 def int4_rows(peers: ModuleType | None) -> Iterator[Callable[[], Row]]:
     for rows, in_features, out_features, floor, quoted in ROWS:
@@ -180,7 +187,7 @@ def _space(rows: int) -> list[dict[str, Any]]:
 
 def _tuners() -> Iterator[Tuner]:
     shapes = {(m, k, n) for m, k, n, _, _ in ROWS}
-    shapes |= {(m, 4096, 14336) for m in (1, 8, 32)}
+    shapes |= {(m, 4096, 14336) for m in (1, 8, 32)} | {(m, *s) for m in (1, 32) for s in FUSED}
     for rows, in_features, out_features in sorted(shapes):
         key = {"rows": rows, "out_features": out_features, "in_features": in_features}
 

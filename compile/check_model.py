@@ -26,6 +26,7 @@ from seekforge.kernels.errors import CheckpointError
 from seekforge.kernels.int4_linear import int4_linear
 from seekforge.kernels.int4_moe_experts import int4_moe_experts
 from seekforge.kernels.moe_experts import moe_experts
+from seekforge.kernels.shared_experts import int4_moe_shared_experts, moe_shared_experts
 from seekforge.models.checkpoint import EXPERTS as STACKED
 from seekforge.models.checkpoint import Checkpoint, open_checkpoint
 from seekforge.models.config import parse_config
@@ -40,7 +41,8 @@ from seekforge.passes.program import Program, module_path
 from seekforge.passes.rule import PassResult
 
 LAYER = re.compile(r"\blayers\.(\d+)\.")
-EXPERTS = (moe_experts, int4_moe_experts)
+EXPERTS = (moe_experts, int4_moe_experts, moe_shared_experts, int4_moe_shared_experts)
+INT4 = (int4_linear, int4_moe_experts, int4_moe_shared_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def examine(
         exported=whole(exported),
         nodes=whole(nodes),
         experts=whole(_shares(config, [n for op in EXPERTS for n in program.nodes(op)])),
-        int4=whole(_shares(config, program.nodes(int4_linear) + program.nodes(int4_moe_experts))),
+        int4=whole(_shares(config, [n for op in INT4 for n in program.nodes(op)])),
         weights=whole(_bytes(program, config.num_hidden_layers)),
         **_largest(program, _stored(subject)),
     )
@@ -138,7 +140,7 @@ def facts_of(program: Program, exported: int, num_layers: int, subject: Subject)
         exported=exported,
         nodes=sum(_calls(program, num_layers)),
         experts=sum(len(program.nodes(op)) for op in EXPERTS),
-        int4=len(program.nodes(int4_linear)) + len(program.nodes(int4_moe_experts)),
+        int4=sum(len(program.nodes(op)) for op in INT4),
         weights=sum(_bytes(program, num_layers)),
         **_largest(program, _stored(subject)),
     )

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import seekforge.kernels.rope_paged_attention
+import seekforge.kernels.rope_paged_mla_attention
 import seekforge.kernels.shared_experts  # noqa: F401  (the worker loads graphs that call them)
 from seekforge.compile.failures_inductor import inductor_failure
 from seekforge.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
@@ -81,6 +82,8 @@ CONFIG = {
     # Multiply and add in one instruction: INT4 loops are bound by arithmetic, not by reading.
     "cpp.enable_floating_point_contract_flag": "fast",
 }
+# The code around the kernels runs once a captured step: optimising it is most of g++'s time.
+CUDA_CONFIG = CONFIG | {"aot_inductor.compile_wrapper_opt_level": "O0"}
 # Weights up to which an INT4 linear layer of several tokens is decoded whole by Inductor's code
 # (8 MB in fp32, within the caches); larger ones by the operator, in pieces (docs/cpu.md).
 INLINED_WEIGHTS = 1 << 21
@@ -192,7 +195,9 @@ def compile_package(job: Job) -> None:
             module, tuple(example), dynamic_shapes=tuple(dynamic), strict=False
         )
         torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(job.path), inductor_configs=CONFIG
+            exported,
+            package_path=str(job.path),
+            inductor_configs=CUDA_CONFIG if job.device == "cuda" else CONFIG,
         )
 
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seekforge.kernels.int4_moe_experts import int4_moe_experts
 from seekforge.kernels.moe_experts import moe_experts
+from seekforge.kernels.shared_experts import int4_moe_shared_experts, moe_shared_experts
 from seekforge.passes.kv_cache import GraphInput
 from seekforge.passes.program import Program
 from seekforge.runtime.manifest import Limits
@@ -79,7 +80,20 @@ def _experts(x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, *rest
     return indices.numel() * (inner + x.shape[-1]) * x.dtype.itemsize
 
 
-OWN: dict[Any, Callable[..., int]] = {moe_experts: _experts, int4_moe_experts: _experts}
+def _shared_experts(x: Tensor, weights: Tensor, indices: Tensor, *rest: Any) -> int:
+    """The larger of what the two parts take, which run one after the other: the shared experts'
+    gate_up and its activation, or these and the chosen experts' own."""
+    shared = rest[2] if len(rest) == 4 else rest[7]
+    inner = shared.shape[0] // 2 * (x.numel() // x.shape[-1]) * x.dtype.itemsize
+    return int(max(3 * inner, inner + _experts(x, weights, indices, rest[0]) + x.nbytes))
+
+
+OWN: dict[Any, Callable[..., int]] = {
+    moe_experts: _experts,
+    int4_moe_experts: _experts,
+    moe_shared_experts: _shared_experts,
+    int4_moe_shared_experts: _shared_experts,
+}
 
 
 def _sizes(tokens: int, sequences: int, rows: int) -> dict[str, int]:

@@ -21,8 +21,11 @@ from torch import Tensor, fx
 from seekforge.compile.run_graph_weights import GraphWeights
 from seekforge.kernels.errors import BuildError
 from seekforge.kernels.int4 import Int4
+from seekforge.kernels.int4_linear import int4_linear
 from seekforge.kernels.int4_moe_experts import int4_moe_experts
 from seekforge.kernels.moe_experts import moe_experts
+from seekforge.kernels.shared_experts import int4_moe_shared_experts, moe_shared_experts
+from seekforge.kernels.swiglu import swiglu_reference
 from seekforge.passes.cleanup import CHECKS
 from seekforge.passes.linears import LINEAR
 from seekforge.passes.program import Program, source_line
@@ -168,12 +171,28 @@ class GraphRunner(fx.Interpreter):
             y += target(x, inside, place, *parts).float()
         return y.to(x.dtype)
 
+    def shared_experts(self, args: Any) -> Tensor:
+        inner = swiglu_reference(self.linear((args[0], args[5])))
+        return self.experts(args[:5]) + self.linear((inner, args[6]))
+
+    def int4_shared_experts(self, args: Any) -> Tensor:
+        packed = self._read(args[10:])
+        inner = swiglu_reference(_int4_product(args[0], *packed[:3]))
+        return self.experts(args[:10]) + _int4_product(inner, *packed[3:])
+
+
+def _int4_product(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    y: Tensor = int4_linear(x, qweight, scales, zeros, None, x.shape[-1] // scales.shape[-1])
+    return y
+
 
 _SPECIAL: dict[Any, Callable[[GraphRunner, Any], Tensor]] = {
     EMBEDDING: GraphRunner.embedding,
     LINEAR: GraphRunner.linear,
     moe_experts: GraphRunner.experts,
     int4_moe_experts: GraphRunner.experts,
+    moe_shared_experts: GraphRunner.shared_experts,
+    int4_moe_shared_experts: GraphRunner.int4_shared_experts,
 }
 
 

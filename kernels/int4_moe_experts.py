@@ -27,14 +27,12 @@ from torch.nn.functional import silu
 from seekforge.kernels.gemv import int4_gemv
 from seekforge.kernels.int4_linear import int4_linear_reference
 from seekforge.kernels.moe_config import DEFAULT, ONE, Config, FewConfig, GemvConfig, moe_config
-from seekforge.kernels.moe_int4_few import moe_int4_few_triton, reads
+from seekforge.kernels.moe_int4_few import Packed, moe_int4_few_triton, reads
 from seekforge.kernels.moe_int4_gemm import moe_int4_gemm_triton, takes
 from seekforge.kernels.moe_int4_gemv import in_words, moe_int4_gemv_triton
 from seekforge.kernels.moe_int4_plain import moe_int4_plain_triton
 from seekforge.kernels.ops import register
 from seekforge.kernels.swiglu import swiglu_reference
-
-Packed = tuple[Tensor, Tensor, Tensor | None]  # qweight, scales, zeros
 
 
 def int4_moe_experts_reference(
@@ -95,14 +93,9 @@ def int4_moe_experts_triton(
     tokens = x.reshape(-1, hidden).contiguous()
     if not tokens.shape[0]:
         return x.new_empty(x.shape)
-    config = config or moe_config(
-        "int4_moe_experts", tokens=tokens.shape[0], pairs=indices.numel(),
-        experts=gate_up_q.shape[0],
-    )  # fmt: skip
     groups = gate_up_scales.shape[-1], down_scales.shape[-1]
     sizes = hidden // groups[0], intermediate // groups[1]
-    if isinstance(config, FewConfig) and not reads(x, *sizes):
-        config = ONE if config.m == 0 else DEFAULT
+    config = int4_moe_config(tokens, indices, gate_up_q.shape[0], *sizes, config)
     if isinstance(config, GemvConfig) and not in_words(hidden, intermediate, *groups):
         config = DEFAULT
     run: Any = moe_int4_plain_triton
@@ -119,6 +112,19 @@ def int4_moe_experts_triton(
         *(None if part is None else part.contiguous() for part in packed),
     )  # fmt: skip
     return y.view(x.shape)
+
+
+def int4_moe_config(
+    tokens: Tensor, indices: Tensor, experts: int, group_size: int, down_group_size: int,
+    given: Config | None = None,
+) -> Config:  # fmt: skip
+    """`given` or the file's row; a FewConfig only where its kernels serve."""
+    config = given or moe_config(
+        "int4_moe_experts", tokens=tokens.shape[0], pairs=indices.numel(), experts=experts
+    )
+    if isinstance(config, FewConfig) and not reads(tokens, group_size, down_group_size):
+        return ONE if config.m == 0 else DEFAULT
+    return config
 
 
 def _fake(

@@ -8,7 +8,9 @@ expert to each program. Two forms, by FewConfig.m:
     m >= 8  a program serves up to m pairs of one expert (moe_tiles)
 
 `inner` is bf16 [planes, pairs, intermediate] and holds weight * silu(gate x) * up x. For fp16 x,
-whose products pass 65504, it has two planes: high and low part, 16 bits together.
+whose products pass 65504, it has two planes: high and low part, 16 bits together. With m = 0
+shared experts (kernels/shared_experts), `slices` times as wide, can be taken along: `inner` holds
+slices of theirs behind a token's pairs, and the second product sums their units behind the others.
 The second kernel asks for its first weights before it waits for `inner`: routing and tiles are
 older than the first kernel's own wait. Groups are a multiple of 128 features (`reads`).
 """
@@ -25,6 +27,8 @@ from seekforge.kernels.moe_int4_gemm import as_words
 from seekforge.kernels.moe_tiles import moe_combine_triton, moe_tiles_triton
 from seekforge.kernels.triton_support import gl, gluon_jit, tl
 
+Packed = tuple[Tensor, Tensor, Tensor | None]  # qweight, scales, zeros
+
 
 @gluon_jit
 def _words(at, index, UNIT_0: gl.constexpr, K_WARPS: gl.constexpr, UNITS: gl.constexpr):  # type: ignore[no-untyped-def]
@@ -37,13 +41,43 @@ def _words(at, index, UNIT_0: gl.constexpr, K_WARPS: gl.constexpr, UNITS: gl.con
 
 
 @gluon_jit
+def _place(  # type: ignore[no-untyped-def]
+    routed, shared, chosen, unit, n, word, UNIT_0: gl.constexpr, K_WARPS: gl.constexpr,
+    EACH: gl.constexpr, TOP_K: gl.constexpr, SLICES: gl.constexpr, ROWS: gl.constexpr,
+    STEP: gl.constexpr, PER: gl.constexpr, SHARED_PER: gl.constexpr,
+):  # fmt: skip
+    """Where units of `down` are, UNIT_0 the first of them all. Each of a matrix's ROWS has STEP
+    elements for PER units (SHARED_PER in the shared experts' matrix)."""
+    ROW: gl.constexpr = EACH // PER * STEP
+    if SLICES == 0:
+        expert = gl.load(chosen + unit // EACH).to(gl.int64)
+        at = routed + (expert * (ROWS * ROW) + unit % EACH // PER * STEP + (n * ROW + word))
+    else:
+        SHARED_ROW: gl.constexpr = SLICES * EACH // SHARED_PER * STEP
+        BEFORE: gl.constexpr = EACH * TOP_K
+        if UNIT_0 >= BEFORE:
+            at = shared + ((unit - BEFORE) // SHARED_PER * STEP + (n * SHARED_ROW + word))
+        else:
+            expert = gl.load(chosen + gl.minimum(unit // EACH, TOP_K - 1)).to(gl.int64)
+            at = routed + (expert * (ROWS * ROW) + unit % EACH // PER * STEP + (n * ROW + word))
+            if UNIT_0 + K_WARPS > BEFORE:
+                behind = gl.maximum(unit - BEFORE, 0) // SHARED_PER * STEP
+                other = shared + (behind + (n * SHARED_ROW + word))
+                at = gl.where(unit < BEFORE, at, other)
+    return at
+
+
+@gluon_jit
 def gate_up_few_kernel(  # type: ignore[no-untyped-def]
-    x, weights, indices, pairs, tiles, qweight, scales, zeros, inner, plane,
+    x, weights, indices, pairs, tiles, qweight, scales, zeros, shared_q, shared_s, shared_z, inner,
+    plane,
     HIDDEN: gl.constexpr, INTERMEDIATE: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr,
     ZEROS: gl.constexpr, BF16: gl.constexpr, SORTED: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr, UNROLL: gl.constexpr,
+    SLICES: gl.constexpr,
 ):  # fmt: skip
-    """x as int64, qweight as int16 words. plane: elements of one plane of inner."""
+    """x as int64, qweight as int16 words. plane: elements of one plane of inner. shared_*: the
+    shared experts' weight, with the same groups; not read where SLICES is 0."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[K_WARPS, ROW_WARPS, 1], instr_shape=[1, 16, 8]
     )
@@ -55,6 +89,7 @@ def gate_up_few_kernel(  # type: ignore[no-untyped-def]
     UNITS: gl.constexpr = HIDDEN // 128
     PER: gl.constexpr = GROUP // 128
     GROUPS: gl.constexpr = UNITS // PER
+    MORE: gl.constexpr = INTERMEDIATE * GROUPS
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     if SORTED:
@@ -69,8 +104,25 @@ def gate_up_few_kernel(  # type: ignore[no-untyped-def]
     else:
         first = gl.program_id(1)
         count = 1
-        expert = gl.load(indices + first).to(gl.int64)
-        x_at = x + first // TOP_K * WORDS + _row_index(32, B) + _last_index(BLOCK_M, B)
+        token = first // (TOP_K + SLICES)
+        chosen = first - token * SLICES  # of the routing's pairs
+        if SLICES:
+            chosen = gl.minimum(chosen, token * TOP_K + TOP_K - 1)
+        expert = gl.load(indices + chosen).to(gl.int64)
+        x_at = x + token * WORDS + _row_index(32, B) + _last_index(BLOCK_M, B)
+    qweight += expert * (2 * INTERMEDIATE * WORDS)
+    scales += expert * (2 * MORE)
+    zeros += expert * (2 * MORE)
+    up_q = INTERMEDIATE * WORDS
+    up_s = MORE
+    if SLICES:
+        part = first - token * (TOP_K + SLICES) - TOP_K  # of the shared experts, if not negative
+        qweight = gl.where(part < 0, qweight, shared_q + part * (INTERMEDIATE * WORDS))
+        scales = gl.where(part < 0, scales, shared_s + part * MORE)
+        zeros = gl.where(part < 0, zeros, shared_z + part * MORE)
+        up_q = gl.where(part < 0, INTERMEDIATE * WORDS, SLICES * INTERMEDIATE * WORDS)
+        up_s = gl.where(part < 0, MORE, SLICES * MORE)
+        weight = gl.where(part < 0, gl.load(weights + chosen), 1.0)
     unit_a = _unit_index(K_WARPS, A)
     unit_s = _unit_index(K_WARPS, S)
     unit_z = _unit_index(K_WARPS, Z)
@@ -78,25 +130,17 @@ def gate_up_few_kernel(  # type: ignore[no-untyped-def]
     x_at += unit_b * 32
     begin = gl.program_id(0) * BLOCK_N
     n = begin + _row_index(BLOCK_N, A)
-    q_at = (
-        qweight
-        + expert * (2 * INTERMEDIATE * WORDS)
-        + (n * WORDS + unit_a * 32 + _last_index(32, A))
-    )
-    n = begin + _row_index(BLOCK_N, S)
-    s_at = scales + expert * (2 * INTERMEDIATE * GROUPS) + n * GROUPS
-    n = begin + _row_index(BLOCK_N, Z)
-    z_at = zeros + expert * (2 * INTERMEDIATE * GROUPS) + n * GROUPS
+    q_at = qweight + (n * WORDS + unit_a * 32 + _last_index(32, A))
+    s_at = scales + (begin + _row_index(BLOCK_N, S)) * GROUPS
+    z_at = zeros + (begin + _row_index(BLOCK_N, Z)) * GROUPS
     gate = gl.zeros([K_WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=ACC)
     up = gl.zeros([K_WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=ACC)
-    MORE: gl.constexpr = INTERMEDIATE * GROUPS
     for step in gl.static_range(0, UNITS, K_WARPS * UNROLL):
         g = ()
         u = ()
         for i in gl.static_range(UNROLL):
             g = g + (_words(q_at, unit_a, step + i * K_WARPS, K_WARPS, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
-            up_at = q_at + INTERMEDIATE * WORDS
-            u = u + (_words(up_at, unit_a, step + i * K_WARPS, K_WARPS, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
+            u = u + (_words(q_at + up_q, unit_a, step + i * K_WARPS, K_WARPS, UNITS),)  # type: ignore[assignment]  # noqa: RUF005
         if SORTED:
             tl.debug_barrier()  # all loads are asked for before one is used; else ptxas sinks them
         for i in gl.static_range(UNROLL):
@@ -105,12 +149,12 @@ def gate_up_few_kernel(  # type: ignore[no-untyped-def]
                 of_s = gl.minimum(step + i * K_WARPS + unit_s, UNITS - 1) // PER
                 of_z = gl.minimum(step + i * K_WARPS + unit_z, UNITS - 1) // PER
                 g_scale = gl.load(s_at + of_s)
-                u_scale = gl.load(s_at + MORE + of_s)
+                u_scale = gl.load(s_at + up_s + of_s)
                 g_zero = g_scale
                 u_zero = u_scale
                 if ZEROS:
                     g_zero = gl.load(z_at + of_z)
-                    u_zero = gl.load(z_at + MORE + of_z)
+                    u_zero = gl.load(z_at + up_s + of_z)
                 gate = _add(gate, g[i], g_scale, g_zero, a, ZEROS, 1, 0, BF16)
                 up = _add(up, u[i], u_scale, u_zero, a, ZEROS, 1, 0, BF16)
     gate = gl.sum(gate, axis=0)
@@ -120,7 +164,9 @@ def gate_up_few_kernel(  # type: ignore[no-untyped-def]
     pair = first + gl.minimum(m, count - 1)
     if SORTED:
         pair = gl.load(pairs + pair)
-    made *= gl.load(weights + pair)
+    if SLICES == 0:
+        weight = gl.load(weights + pair)
+    made *= weight
     high = made.to(gl.bfloat16)
     at = inner + (first + m) * INTERMEDIATE + n
     gl.store(at, high, mask=m < count)
@@ -130,13 +176,15 @@ def gate_up_few_kernel(  # type: ignore[no-untyped-def]
 
 @gluon_jit
 def down_few_kernel(  # type: ignore[no-untyped-def]
-    inner, indices, pairs, tiles, qweight, scales, zeros, y, plane,
+    inner, indices, pairs, tiles, qweight, scales, zeros, shared_q, shared_s, shared_z, y, plane,
     HIDDEN: gl.constexpr, INTERMEDIATE: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr,
     ZEROS: gl.constexpr, BF16: gl.constexpr, SORTED: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr, UNROLL: gl.constexpr,
+    SLICES: gl.constexpr, SHARED_GROUP: gl.constexpr,
 ):  # fmt: skip
     """inner as int64, qweight as int16 words. plane: words of one plane of inner. y: of pairs in
-    fp32 where SORTED, else of tokens."""
+    fp32 where SORTED, else of tokens. shared_*: the shared experts' weight; not read where SLICES
+    is 0."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[K_WARPS, ROW_WARPS, 1], instr_shape=[1, 16, 8]
     )
@@ -146,9 +194,9 @@ def down_few_kernel(  # type: ignore[no-untyped-def]
     Z: gl.constexpr = gl.SliceLayout(2, A)
     WORDS: gl.constexpr = INTERMEDIATE // 4
     EACH: gl.constexpr = INTERMEDIATE // 128  # units of an expert
-    UNITS: gl.constexpr = EACH if SORTED else EACH * TOP_K
+    UNITS: gl.constexpr = EACH if SORTED else EACH * (TOP_K + SLICES)
     PER: gl.constexpr = GROUP // 128
-    GROUPS: gl.constexpr = EACH // PER
+    SHARED_PER: gl.constexpr = SHARED_GROUP // 128
     tl.extra.cuda.gdc_launch_dependents()
     row_index = gl.program_id(1)
     chosen = indices
@@ -166,17 +214,18 @@ def down_few_kernel(  # type: ignore[no-untyped-def]
         x_at = inner + slot * WORDS + _row_index(32, B)
     else:
         chosen = indices + row_index * TOP_K
-        x_at = inner + row_index * TOP_K * WORDS + _row_index(32, B) + _last_index(BLOCK_M, B)
+        x_at = inner + row_index * ((TOP_K + SLICES) * WORDS)
+        x_at += _row_index(32, B) + _last_index(BLOCK_M, B)
     unit_a = _unit_index(K_WARPS, A)
     unit_s = _unit_index(K_WARPS, S)
     unit_z = _unit_index(K_WARPS, Z)
     unit_b = _unit_index(K_WARPS, B)
     x_at += unit_b * 32
     begin = gl.program_id(0) * BLOCK_N
-    n = begin + _row_index(BLOCK_N, A)
-    q_at = n * WORDS + _last_index(32, A)
-    s_n = (begin + _row_index(BLOCK_N, S)) * GROUPS
-    z_n = (begin + _row_index(BLOCK_N, Z)) * GROUPS
+    n_a = begin + _row_index(BLOCK_N, A)
+    n_s = begin + _row_index(BLOCK_N, S)
+    n_z = begin + _row_index(BLOCK_N, Z)
+    word = _last_index(32, A)
     acc = gl.zeros([K_WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=ACC)
     for step in gl.static_range(0, UNITS, K_WARPS * UNROLL):
         q = ()
@@ -185,19 +234,26 @@ def down_few_kernel(  # type: ignore[no-untyped-def]
         for i in gl.static_range(UNROLL):
             # A unit behind the last is the last one here, and meets zeros of `inner`.
             unit = gl.minimum(step + i * K_WARPS + unit_a, UNITS - 1)
-            at = gl.load(chosen + unit // EACH).to(gl.int64) * (HIDDEN * WORDS) + unit % EACH * 32
-            q = q + (gl.load(qweight + (at + q_at)),)  # type: ignore[assignment]  # noqa: RUF005
+            at = _place(
+                qweight, shared_q, chosen, unit, n_a, word, step + i * K_WARPS, K_WARPS, EACH,
+                TOP_K, SLICES, HIDDEN, 32, 1, 1,
+            )  # fmt: skip
+            q = q + (gl.load(at),)  # type: ignore[assignment]  # noqa: RUF005
             unit = gl.minimum(step + i * K_WARPS + unit_s, UNITS - 1)
-            at = (
-                gl.load(chosen + unit // EACH).to(gl.int64) * (HIDDEN * GROUPS) + unit % EACH // PER
-            )
-            scale = gl.load(scales + (at + s_n))
+            at = _place(
+                scales, shared_s, chosen, unit, n_s, 0, step + i * K_WARPS, K_WARPS, EACH, TOP_K,
+                SLICES, HIDDEN, 1, PER, SHARED_PER,
+            )  # fmt: skip
+            scale = gl.load(at)
             s = s + (scale,)  # type: ignore[assignment]  # noqa: RUF005
             zero = scale
             if ZEROS:
                 unit = gl.minimum(step + i * K_WARPS + unit_z, UNITS - 1)
-                at = gl.load(chosen + unit // EACH).to(gl.int64) * (HIDDEN * GROUPS)
-                zero = gl.load(zeros + (at + unit % EACH // PER + z_n))
+                at = _place(
+                    zeros, shared_z, chosen, unit, n_z, 0, step + i * K_WARPS, K_WARPS, EACH,
+                    TOP_K, SLICES, HIDDEN, 1, PER, SHARED_PER,
+                )  # fmt: skip
+                zero = gl.load(at)
             z = z + (zero,)  # type: ignore[assignment]  # noqa: RUF005
         if step == 0:
             tl.extra.cuda.gdc_wait()  # routing and weights are older than the launch before
@@ -222,42 +278,60 @@ def moe_int4_few_triton(
     x: Tensor, weights: Tensor, indices: Tensor,
     gate_up_q: Tensor, gate_up_scales: Tensor, gate_up_zeros: Tensor | None,
     down_q: Tensor, down_scales: Tensor, down_zeros: Tensor | None, config: FewConfig,
+    shared: tuple[Packed, Packed] | None = None,
 ) -> Tensor:  # fmt: skip
-    """All contiguous; x [tokens, hidden], weights in fp32. See `reads` for the shapes taken."""
+    """All contiguous; x [tokens, hidden], weights in fp32. See `reads` for the shapes taken.
+    shared: gate_up and down of shared experts (shared_experts.py says which); only where m = 0."""
     tokens, hidden = x.shape
     top_k, intermediate = indices.shape[-1], 2 * down_q.shape[-1]
     is_sorted, bf16 = config.m > 0, x.dtype is torch.bfloat16
+    gate_up = _words_of(gate_up_q, gate_up_scales, gate_up_zeros)
+    down = _words_of(down_q, down_scales, down_zeros)
+    shared_gate_up, shared_down = gate_up, down
+    slices, unroll = 0, config.down_unroll
+    if shared:
+        shared_gate_up, shared_down = _words_of(*shared[0]), _words_of(*shared[1])
+        slices = 2 * shared[1][0].shape[-1] // intermediate
+        # As many steps as without them, each with more loads under way.
+        units = intermediate // UNIT * top_k
+        steps = -(-units // (config.down_k_warps * unroll))
+        units += intermediate // UNIT * slices
+        unroll = -(-units // (config.down_k_warps * steps))
     pairs = tiles = indices
-    programs = tokens * top_k
+    programs = tokens * (top_k + slices)
     if is_sorted:
         pairs, tiles = moe_tiles_triton(indices, gate_up_q.shape[0], config.m)
         programs = tiles.shape[0]
-    inner = x.new_empty(1 if bf16 else 2, tokens * top_k, intermediate, dtype=torch.bfloat16)
+    planes, rows = 1 if bf16 else 2, tokens * (top_k + slices)
+    inner = x.new_empty(planes, rows, intermediate, dtype=torch.bfloat16)
     y = torch.empty_like(x)
     parts = x.new_empty(tokens, top_k, hidden, dtype=torch.float32) if is_sorted else y
-    shared = {
+    both = {
         "HIDDEN": hidden, "INTERMEDIATE": intermediate, "TOP_K": top_k, "BF16": bf16,
-        "SORTED": is_sorted, "BLOCK_M": max(1, config.m), "launch_pdl": True,
+        "SORTED": is_sorted, "BLOCK_M": max(1, config.m), "SLICES": slices, "launch_pdl": True,
     }  # fmt: skip
     gate_up_few_kernel[(intermediate // config.n, programs)](
-        as_words(x, torch.int64), weights, indices, pairs, tiles, as_words(gate_up_q, torch.int16),
-        gate_up_scales, gate_up_scales if gate_up_zeros is None else gate_up_zeros, inner,
+        as_words(x, torch.int64), weights, indices, pairs, tiles, *gate_up, *shared_gate_up, inner,
         inner[0].numel(), GROUP=hidden // gate_up_scales.shape[-1],
         ZEROS=gate_up_zeros is not None, BLOCK_N=config.n, ROW_WARPS=config.row_warps,
         K_WARPS=config.k_warps, UNROLL=config.unroll,
-        num_warps=config.k_warps * config.row_warps, **shared,
+        num_warps=config.k_warps * config.row_warps, **both,
     )  # fmt: skip
     down_few_kernel[(hidden // config.down_n, programs if is_sorted else tokens)](
-        as_words(inner, torch.int64), indices, pairs, tiles, as_words(down_q, torch.int16),
-        down_scales, down_scales if down_zeros is None else down_zeros, parts,
+        as_words(inner, torch.int64), indices, pairs, tiles, *down, *shared_down, parts,
         inner[0].numel() // 4, GROUP=intermediate // down_scales.shape[-1],
+        SHARED_GROUP=max(1, slices) * intermediate // shared_down[1].shape[-1],
         ZEROS=down_zeros is not None, BLOCK_N=config.down_n, ROW_WARPS=config.down_row_warps,
-        K_WARPS=config.down_k_warps, UNROLL=config.down_unroll,
-        num_warps=config.down_k_warps * config.down_row_warps, **shared,
+        K_WARPS=config.down_k_warps, UNROLL=unroll,
+        num_warps=config.down_k_warps * config.down_row_warps, **both,
     )  # fmt: skip
     if is_sorted:
         moe_combine_triton(parts, y)
     return y
+
+
+def _words_of(qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, ...]:
+    return as_words(qweight, torch.int16), scales, scales if zeros is None else zeros
 
 
 def reads(x: Tensor, *group_sizes: int) -> bool:

@@ -14,12 +14,14 @@ from seekforge.passes.cleanup import cleanup, share_equal_weights
 from seekforge.passes.int4 import Int4Options, insert_int4
 from seekforge.passes.kv_cache import GraphInput, insert_kv_cache
 from seekforge.passes.mla import fuse_mla
+from seekforge.passes.mla_append import fuse_mla_append
 from seekforge.passes.moe import fuse_moe
 from seekforge.passes.program import Program
 from seekforge.passes.qkv import fuse_qkv
 from seekforge.passes.rope import fuse_rope
 from seekforge.passes.rope_append import fuse_rope_append
 from seekforge.passes.rule import PassResult, apply
+from seekforge.passes.shared_experts import fuse_shared_experts
 
 Step = tuple[str, Callable[[Program], PassResult]]
 Observer = Callable[[str, Program], None]
@@ -82,6 +84,10 @@ def run_pipeline(
     if form == "ragged" and device == "cuda":
         results.append(fuse_rope_append(program))
         observe("rope_append", program)
+        results.append(fuse_mla_append(program))
+        observe("mla_append", program)
+        results.append(fuse_shared_experts(program))  # needs the operators of INT4
+        observe("shared_experts", program)
     results.append(cleanup(program, "final cleanup"))
     observe("final cleanup", program)
     if expected is not None:

@@ -26,6 +26,7 @@ import seekforge.kernels.paged_attention
 import seekforge.kernels.paged_mla_attention
 import seekforge.kernels.rms_norm
 import seekforge.kernels.rope_paged_attention
+import seekforge.kernels.rope_paged_mla_attention
 import seekforge.kernels.shared_experts
 import seekforge.kernels.swiglu  # noqa: F401
 from seekforge.kernels.errors import EngineError

@@ -38,13 +38,16 @@ def few_tokens(dtype: str, group_size: int) -> str:
     return compiled(few_tokens_kernel, flags, types, 8)
 
 
-def few_experts(second: bool, half: str, tiles: bool) -> str:
-    """INT4 experts, the first or the second product, by tiles or pair by pair."""
+def few_experts(second: bool, half: str, tiles: bool, slices: int = 0) -> str:
+    """INT4 experts, the first or the second product, by tiles or pair by pair; slices: of shared
+    experts."""
     function: Any = down_few_kernel if second else gate_up_few_kernel
     flags: dict[str, Any] = {"HIDDEN": 512, "INTERMEDIATE": 384, "GROUP": 128, "TOP_K": 2}
     flags |= {"ZEROS": False, "BF16": half == "bf16", "SORTED": tiles, "BLOCK_M": 8 if tiles else 1}
     flags |= {"BLOCK_N": 16, "ROW_WARPS": 1, "K_WARPS": 4, "UNROLL": 1}
+    flags |= {"SLICES": slices} | ({"SHARED_GROUP": 384} if second else {})
     types = {"x": "*i64", "qweight": "*i16", "scales": f"*{half}", "zeros": "*u8"}
+    types |= {"shared_q": "*i16", "shared_s": f"*{half}", "shared_z": "*u8"}
     types |= {"inner": "*i64" if second else "*bf16", "weights": "*fp32", "indices": "*i64"}
     types |= {"pairs": "*i32", "tiles": "*i32", "y": "*fp32" if tiles else f"*{half}"}
     return compiled(function, flags, types, 4)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,3 +102,39 @@ def test_weights_are_the_files(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
         for name, tensor in found.items():
             assert torch.equal(tensor.cpu(), file.get_tensor(name)), name
     assert (engine / WEIGHTS_NAME).stat().st_size > 1 << 14
+
+
+FRESH = """
+import sys
+from pathlib import Path
+from triton import knobs
+from seekforge.runtime.llm import LLM
+from seekforge.runtime.sampling import SamplingParams
+engine = Path(sys.argv[1])
+llm = LLM(engine, num_blocks=60)
+llm.session.capture_all()
+params = [
+    SamplingParams(max_tokens=6, ignore_eos=True),
+    SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.8, top_k=9, top_p=0.9),
+    SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, repetition_penalty=1.2),
+]
+for count in (1, 5):
+    prompts = [[20 + i] * (3 + 13 * i) for i in range(count)]
+    for each in params:
+        llm.generate(prompts, each)
+shipped = {folder.name for folder in (engine / "kernels").iterdir()}
+cache = Path(knobs.cache.dir)
+cubins = {path.parent.name: path.name for path in cache.glob("*/*.cubin")}
+print(len(cubins), *sorted(f"{name}" for key, name in cubins.items() if key not in shipped))
+"""
+
+
+def test_a_fresh_process_compiles_nothing(engine: Path, tmp_path: Path) -> None:
+    """With an empty cache of Triton's, all kernels are the engine's own."""
+    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, str(engine)], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    count, *compiled = done.stdout.split()
+    assert int(count) > 10 and not compiled, compiled
