@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from seekforge.kernels.kv_write import kv_write_triton, pool_kind
+from seekforge.kernels.mla_heads import head_product, product_of_parts
 from seekforge.kernels.paged_decode import LOG2_E, find_blocks
-from seekforge.kernels.paged_mla_hopper import paged_mla_hopper
+from seekforge.kernels.paged_mla_hopper import hopper_parts, paged_mla_hopper
 from seekforge.kernels.paged_prefill import find_tile
 from seekforge.kernels.split_merge import split_merge_triton
 from seekforge.kernels.triton_support import jit, next_power_of_2, tl
@@ -184,13 +185,14 @@ def paged_mla_kernel(  # type: ignore[no-untyped-def]
     store_columns(target, 3 * W, RANK, rows, y3 * by, W)
 
 
-def paged_mla_decode_triton(
+def triton_parts(
     q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, block_tables: Tensor,
     context_lens: Tensor, query_start: Tensor, scale: float, y: Tensor,
     config: Config | None = None, latent_scale: Tensor | None = None,
     rope_scale: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Fills y's rows of all sequences; rows of no sequence are left with any value."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The parts of y that split_merge.py merges, and their logs; where the context is not split
+    they have 0 parts, and y is filled. Rows of no sequence are left with any value."""
     tokens, heads, rank = q_latent.shape
     block_size, width = latent_pool.shape[1:]
     sequences = block_tables.shape[0]
@@ -222,7 +224,21 @@ def paged_mla_decode_triton(
         OVERLAP=overlap, num_warps=config.warps, num_stages=config.stages,
         **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
-    if splits > 1:
+    return parts, logs
+
+
+def paged_mla_decode_triton(
+    q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, block_tables: Tensor,
+    context_lens: Tensor, query_start: Tensor, scale: float, y: Tensor,
+    config: Config | None = None, latent_scale: Tensor | None = None,
+    rope_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fills y's rows of all sequences; rows of no sequence are left with any value."""
+    parts, logs = triton_parts(
+        q_latent, q_rope, latent_pool, block_tables, context_lens, query_start, scale, y, config,
+        latent_scale, rope_scale,
+    )  # fmt: skip
+    if parts.shape[2]:
         split_merge_triton(parts, logs, y, query_start, by_row=True)
 
 
@@ -235,6 +251,23 @@ def paged_mla_decode(
     given = (q_latent, q_rope, latent_pool, block_tables, context_lens, query_start, scale, y)
     if config is not None or not paged_mla_hopper(*given):
         paged_mla_decode_triton(*given, config)
+
+
+def attend_latents(
+    q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, block_tables: Tensor,
+    context_lens: Tensor, query_start: Tensor, scale: float, w_uv: Tensor, y: Tensor,
+    latent_scale: Tensor | None = None, rope_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Attention to what the pool holds, then W_UV [heads, v_dim, rank]: fills y [tokens, heads,
+    v_dim]."""
+    tokens, heads, rank = q_latent.shape
+    mixed = q_latent.new_empty(heads, tokens, rank).transpose(0, 1)
+    given = (
+        q_latent, q_rope, latent_pool, block_tables, context_lens, query_start, scale, mixed,
+    )  # fmt: skip
+    made = hopper_parts(*given) if latent_scale is None else None
+    parts, logs = made or triton_parts(*given, None, latent_scale, rope_scale)
+    product_of_parts(parts, logs, mixed, w_uv.transpose(1, 2), y, query_start)
 
 
 def paged_mla_attention_triton(
@@ -256,7 +289,7 @@ def paged_mla_attention_triton(
     q_rope, block_tables = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (q_rope, block_tables)
     )
-    q_latent = torch.bmm(q_nope.transpose(0, 1), up[:, :nope]).transpose(0, 1)
+    q_latent = head_product(q_nope, up[:, :nope])
     index = (block_tables, context_lens.contiguous(), query_start.contiguous())
     # The write comes last: the kernel after it starts early and waits for it alone.
     pool, scales = latent_pool.unsqueeze(2), (latent_scale, rope_scale)
@@ -264,11 +297,5 @@ def paged_mla_attention_triton(
         latent.unsqueeze(1), k_rope.unsqueeze(1), pool[..., :rank], pool[..., rank:], slot_mapping,
         *scales,
     )  # fmt: skip
-    mixed = q_nope.new_empty(heads, tokens, rank)
-    given = (q_latent, q_rope, latent_pool, *index, scale, mixed.transpose(0, 1))
-    if latent_scale is None:
-        paged_mla_decode(*given)
-    else:
-        paged_mla_decode_triton(*given, None, *scales)
-    torch.bmm(mixed, up[:, nope:].transpose(1, 2), out=y.transpose(0, 1))
+    attend_latents(q_latent, q_rope, latent_pool, *index, scale, up[:, nope:], y, *scales)
     return y

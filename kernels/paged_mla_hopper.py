@@ -43,12 +43,13 @@ def split_count(tiles: int, blocks: int, processors: int) -> int:
     return min(range(1, max(1, min(blocks, 64)) + 1), key=cost)
 
 
-def paged_mla_hopper(
+def hopper_parts(
     q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, block_tables: Tensor,
     context_lens: Tensor, query_start: Tensor, scale: float, y: Tensor,
     splits: int | None = None,
-) -> bool:  # fmt: skip
-    """Fills y's rows, or returns False where this kernel does not serve."""
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """The parts of y that split_merge.py merges, and their logs; where the context is not split
+    they have 0 parts, and y is filled. None where this kernel does not serve."""
     tokens, heads, rank = q_latent.shape
     block_size, width = latent_pool.shape[1:]
     box = box_tokens(block_size, TOKENS)
@@ -60,10 +61,10 @@ def paged_mla_hopper(
         or any(x.dtype != q_latent.dtype for x in (q_rope, latent_pool, y))
         or not all(aligned(x) for x in (q_latent, q_rope, latent_pool, y))
     ):
-        return False
+        return None
     built = library("paged_mla_hopper", q_latent.device)
     if built is None:
-        return False
+        return None
     if splits is None:
         blocks = -(-block_tables.shape[1] * block_size // TOKENS)
         splits = split_count(tokens * heads // ROWS, blocks, multiprocessors(q_latent.device))
@@ -84,6 +85,21 @@ def paged_mla_hopper(
         ctypes.c_void_p(stream()),
     )  # fmt: skip
     check(status, "paged_mla_hopper")
-    if splits > 1:
+    return parts, logs
+
+
+def paged_mla_hopper(
+    q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, block_tables: Tensor,
+    context_lens: Tensor, query_start: Tensor, scale: float, y: Tensor,
+    splits: int | None = None,
+) -> bool:  # fmt: skip
+    """Fills y's rows, or returns False where this kernel does not serve."""
+    made = hopper_parts(
+        q_latent, q_rope, latent_pool, block_tables, context_lens, query_start, scale, y, splits
+    )
+    if made is None:
+        return False
+    parts, logs = made
+    if parts.shape[2]:
         split_merge_triton(parts, logs, y, query_start, by_row=True)
     return True

@@ -4,8 +4,9 @@
     logs   [rows, splits] fp32        log2 of that part's sum of exponentials; -inf: an empty part
     y      [rows, dim]                y = sum_i 2^(logs_i - L) parts_i,  2^L = sum_i 2^logs_i
 
-One program merges one row. On Hopper and later the launch overlaps with the end of the kernel that
-wrote the parts (programmatic dependent launch), which saves about a microsecond.
+One program merges one row, or some columns of it where it has more parts than registers hold. On
+Hopper and later the launch overlaps with the end of the kernel that wrote the parts (programmatic
+dependent launch), which saves about a microsecond.
 Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 """
 
@@ -16,11 +17,13 @@ from torch import Tensor
 from seekforge.kernels.triton_support import jit, next_power_of_2, tl
 from seekforge.kernels.tuning import overlaps_launches
 
+VALUES = 16384  # of the parts in one program: 128 for each thread
+
 
 @jit
 def split_merge_kernel(  # type: ignore[no-untyped-def]
     parts, logs, y, rows_of, splits, y_token, y_head, HEADS: tl.constexpr, DIM: tl.constexpr,
-    PAD: tl.constexpr, SPLITS: tl.constexpr, BY_ROW: tl.constexpr, OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, BY_ROW: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = row // HEADS
@@ -30,7 +33,7 @@ def split_merge_kernel(  # type: ignore[no-untyped-def]
         if tl.load(rows_of + entry + 1) != token + 1:
             return
     split = tl.arange(0, SPLITS)
-    d = tl.arange(0, PAD)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -55,8 +58,10 @@ def split_merge_triton(
     """
     entries, heads, splits, dim = parts.shape
     overlap = overlaps_launches(y.device)
-    split_merge_kernel[(entries * heads,)](
+    pieces = next_power_of_2(splits)
+    columns = min(next_power_of_2(dim), max(16, VALUES // pieces))
+    split_merge_kernel[(entries * heads, -(-dim // columns))](
         parts, logs, y, query_start, splits, y.stride(0), y.stride(1), HEADS=heads, DIM=dim,
-        PAD=next_power_of_2(dim), SPLITS=next_power_of_2(splits), BY_ROW=by_row,
-        OVERLAP=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
+        COLUMNS=columns, SPLITS=pieces, BY_ROW=by_row, OVERLAP=overlap, num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip

@@ -64,7 +64,7 @@ def _rope_of(node: fx.Node) -> fx.Node | str:
 def _rewrite(graph: fx.Graph, node: fx.Node, turned: fx.Node) -> None:
     q, k, cos, sin, positions, interleaved = turned.args
     with graph.inserting_before(node):
-        q, k, positions = (_squeezed(graph, x) for x in (q, k, positions))
+        q, k, positions = (squeezed(graph, x) for x in (q, k, positions))
         _, _, v, *pools_and_index, scale = node.args
         args = (q, k, v, cos, sin, positions, *pools_and_index, scale, interleaved)
         fused = graph.call_function(rope_paged_attention, args)
@@ -73,7 +73,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node, turned: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _squeezed(graph: fx.Graph, x: Any) -> fx.Node:
+def squeezed(graph: fx.Graph, x: Any) -> fx.Node:
+    """x [1, ...] without its first dimension, at the graph's insertion point."""
     if x.target is aten.unsqueeze.default and x.args[1] == 0:
         return x.args[0]  # type: ignore[no-any-return]
     made = graph.call_function(aten.squeeze.dim, (x, 0))
