@@ -1,7 +1,7 @@
 """Times engines on this GPU beside transformers eager and torch.compile.
 
     python bench/decode.py ENGINE... [--checkpoint DIR] [--batch 1,32] [--context 2048]
-        [--prefill 4096] [--no-peers] [--rounds 3] [--json FILE]
+        [--prefill 4096] [--no-peers] [--peers-at 1] [--rounds 3] [--json FILE]
     python bench/decode.py --like qwen2-7b --work DIR [...]
 
 Engines of one checkpoint, the unquantised first. With --like, a checkpoint of a published model's
@@ -38,11 +38,13 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=2048, help="cached tokens of a sequence")
     parser.add_argument("--prefill", type=int, default=4096, help="tokens; 0: no such row")
     parser.add_argument("--no-peers", action="store_true", help="engines only")
+    parser.add_argument("--peers-at", help="their batch sizes, comma-separated; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
     batches = tuple(int(batch) for batch in args.batch.split(","))
-    shape = Shape(batches, args.context, args.prefill, not args.no_peers, args.rounds)
+    peers_at = args.peers_at and tuple(int(batch) for batch in args.peers_at.split(","))
+    shape = Shape(batches, args.context, args.prefill, not args.no_peers, args.rounds, peers_at)
     engines = args.engines
     if args.like:
         kinds = args.kinds.split(",")

@@ -3,7 +3,7 @@ and speed, where values don't matter but zeros would flatter.
 
     python bench/random_checkpoint.py OUT --like qwen2-7b [--layers N] [--tokenizer CHECKPOINT]
 
-One shard a layer, so memory stays at one layer's weights. Linear weights are normal with standard
+One shard a layer, so memory stays at a few layers' weights. Linear weights are normal with standard
 deviation 1 / sqrt(in_features), so that activations stay of order 1 through any number of layers.
 """
 
@@ -15,7 +15,9 @@ import math
 import re
 import shutil
 import sys
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from seekforge.models.module import build_module
 
+WRITERS = 4  # shards that are written while the next is drawn
 LLAMA = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "max_position_embeddings": 32768}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2-7b": LLAMA
@@ -109,12 +112,18 @@ def write(out: Path, like: str, layers: int | None, tokenizer: Path | None) -> i
         for name, shape in stored(parameter, tensor.shape):
             shards.setdefault(layer[1] if layer else parameter, {})[name] = shape
     files, total = {}, 0
-    for i, tensors in enumerate(shards.values(), 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        values = {name: draw(name, shape, random) for name, shape in tensors.items()}
-        total += sum(value.nbytes for value in values.values())
-        files |= dict.fromkeys(values, file)
-        save_file(values, out / file, {"format": "pt"})
+    with ThreadPoolExecutor(WRITERS) as pool:
+        writing: deque[Future[None]] = deque()
+        for i, tensors in enumerate(shards.values(), 1):
+            file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+            values = {name: draw(name, shape, random) for name, shape in tensors.items()}
+            total += sum(value.nbytes for value in values.values())
+            files |= dict.fromkeys(values, file)
+            writing.append(pool.submit(save_file, values, out / file, {"format": "pt"}))
+            if len(writing) > WRITERS:
+                writing.popleft().result()
+        for rest in writing:
+            rest.result()
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
     if tokenizer is None:

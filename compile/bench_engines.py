@@ -53,13 +53,15 @@ PREFILL_FLOORS: dict[tuple[str, str], tuple[Floor, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is timed. prefill: tokens of the prefill row, 0: none; peers: also transformers."""
+    """What is timed. prefill: tokens of the prefill row, 0: none; peers: also transformers, of
+    which peer_batches (None: all) are decoded with."""
 
     batches: Sequence[int] = (1, 32)
     context: int = 2048
     prefill: int = 4096
     peers: bool = True
     rounds: int = ROUNDS
+    peer_batches: Sequence[int] | None = None
 
 
 def bench_engines(
@@ -114,7 +116,7 @@ def _decode_rows(
     for index, (llm, _) in enumerate(llms):
         runs[str(index)] = partial(engine_step, llm, batch, shape.context)
     torch.cuda.reset_peak_memory_stats()
-    if model is not None:
+    if model is not None and (shape.peer_batches is None or batch in shape.peer_batches):
         room = (STEPS + WARM_UP) * (shape.rounds + 1)
         for label in (EAGER, COMPILED):
             try:

@@ -82,8 +82,12 @@ CONFIG = {
     # Multiply and add in one instruction: INT4 loops are bound by arithmetic, not by reading.
     "cpp.enable_floating_point_contract_flag": "fast",
 }
-# The code around the kernels runs once a captured step: optimising it is most of g++'s time.
-CUDA_CONFIG = CONFIG | {"aot_inductor.compile_wrapper_opt_level": "O0"}
+# Of a GPU's package only the code around the kernels runs on the host, once a captured step: it is
+# not worth optimising, nor finding out by trial which vector instructions the processor has.
+CUDA_CONFIG = CONFIG | {
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "cpp.vec_isa_ok": True,
+}
 # Weights up to which an INT4 linear layer of several tokens is decoded whole by Inductor's code
 # (8 MB in fp32, within the caches); larger ones by the operator, in pieces (docs/cpu.md).
 INLINED_WEIGHTS = 1 << 21

@@ -16,6 +16,8 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from seekforge.kernels.int4_gemm_plan import plan
+from seekforge.kernels.int4_linear import int4_linear
 from seekforge.kernels.int4_moe_experts import int4_moe_experts
 from seekforge.kernels.moe_experts import moe_experts
 from seekforge.kernels.shared_experts import int4_moe_shared_experts, moe_shared_experts
@@ -88,7 +90,16 @@ def _shared_experts(x: Tensor, weights: Tensor, indices: Tensor, *rest: Any) -> 
     return int(max(3 * inner, inner + _experts(x, weights, indices, rest[0]) + x.nbytes))
 
 
+def _int4_linear(x: Tensor, qweight: Tensor, *rest: Any) -> int:
+    """The weight decoded whole, where so many rows are multiplied by it that way."""
+    out_features, in_features = qweight.shape[0], x.shape[-1]
+    if plan(x.numel() // in_features, out_features, in_features) is not None:
+        return 0
+    return out_features * in_features * x.dtype.itemsize
+
+
 OWN: dict[Any, Callable[..., int]] = {
+    int4_linear: _int4_linear,
     moe_experts: _experts,
     int4_moe_experts: _experts,
     moe_shared_experts: _shared_experts,

@@ -74,7 +74,10 @@ class InductorSession:
 
     def _load(self, path: Path) -> Any:
         try:
-            package = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
+            # Loading tells which vector instructions this processor has, to compare: a compiler
+            # run and a process for each of a dozen kinds, which takes up to a minute.
+            with torch._inductor.config.patch("cpp.vec_isa_ok", True):
+                package = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
             names = package.get_constant_fqns()
             package.load_constants(
                 {name: self.weights[name] for name in names},

@@ -22,7 +22,7 @@ from seekforge.runtime.graphs import ladder
 
 GRAPH_BYTES = 8 << 20
 SLACK = 0.02
-CONTEXT = 700 << 20  # driver, cuBLAS and its workspaces, kernels' code; on an H200
+CONTEXT = 900 << 20  # driver, cuBLAS and its workspaces, kernels' code; 850 to 1,060 on an H200
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,11 +43,13 @@ def with_shared(given: Given, width: int) -> Given:
 
 
 def right(*given: Tensor) -> Tensor:
-    x, gate_up, down = (t.cpu().double() for t in (given[0], *given[5:]))
+    kind = {"dtype": given[0].dtype, "device": given[0].device}
+    given = tuple(t.cpu() for t in given)
+    x, gate_up, down = (t.double() for t in (given[0], *given[5:]))
     gate, up = F.linear(x, gate_up).chunk(2, -1)
     shared = F.linear(F.silu(gate) * up, down)
     x64, *routed = given[:5]
-    return (exact(x64.double(), *routed) + shared.to(x.device)).to(given[0].dtype)
+    return (exact(x64.double(), *routed) + shared).to(**kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
