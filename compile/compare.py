@@ -116,6 +116,7 @@ def compare(
     return Comparison(
         tuple(rows), tuple(eager.values()), str(source.resolve()), judge, len(evidence.prompts),
         sum(map(len, evidence.full)), judged, count, device.type,
+        speaker.cut,
     )  # fmt: skip
 
 

@@ -84,7 +84,8 @@ class Comparison:
     checkpoint: its directory. judge: "reference", what the engines stand for: the checkpoint, or
     the weights that their INT4 decodes to; or "checkpoint", the unquantised one whatever they are.
     perplexity: of the judge on the text that was given; text_tokens: how many it predicts there.
-    device: of eager, the judge among it: "cpu" or "cuda".
+    device: of eager, the judge among it: "cpu" or "cuda". cut_prompts: how many were too long for
+    the engines and were cut.
     """
 
     engines: tuple[EngineResult, ...]
@@ -96,6 +97,7 @@ class Comparison:
     perplexity: float | None = None
     text_tokens: int = 0
     device: str = "cpu"
+    cut_prompts: int = 0
 
     @property
     def passed(self) -> bool:
@@ -114,6 +116,7 @@ class Comparison:
             "judge": self.judge,
             "device": self.device,
             "prompts": self.num_prompts,
+            "cut_prompts": self.cut_prompts,
             "positions": self.num_positions,
             "perplexity": _finite(self.perplexity),
             "text_tokens": self.text_tokens,

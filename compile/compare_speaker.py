@@ -26,6 +26,7 @@ class Speaker:
 
     def __init__(self, checkpoint: Checkpoint, llms: Sequence[LLM], max_tokens: int) -> None:
         self.max_tokens = max_tokens
+        self.cut = 0  # prompts so far that were too long
         self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
         lengths = [llm.max_len for llm in llms]
         self.max_len = min(lengths or [checkpoint.spec.max_position_embeddings])
@@ -44,8 +45,11 @@ class Speaker:
         if room < 1:
             raise InputError(f"max_tokens {self.max_tokens} leaves no room for a prompt; lower it")
         if isinstance(prompt, str):
-            return list(self.tokenizer(prompt).input_ids)[:room]
-        return chat_ids(self.tokenizer, prompt)[:room]
+            tokens = list(self.tokenizer(prompt).input_ids)
+        else:
+            tokens = chat_ids(self.tokenizer, prompt)
+        self.cut += len(tokens) > room
+        return tokens[:room]
 
     def windows(self, text: str, limit: int | None) -> list[list[int]]:
         """Windows of the text's first `limit` tokens, for perplexities."""

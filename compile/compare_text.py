@@ -20,6 +20,11 @@ def format_table(comparison: Comparison) -> str:
         f"{comparison.num_prompts} prompts, {comparison.num_positions} positions, against "
         f"{JUDGES[comparison.judge]}{PLACES[comparison.device]}"
     ]
+    if comparison.cut_prompts:
+        lines.append(
+            f"{comparison.cut_prompts} of the prompts were cut: they and the new tokens are longer "
+            "than an engine's sequences (--max-len)"
+        )
     if comparison.perplexity is not None:
         lines.append(
             f"perplexity of the judge {comparison.perplexity:.4f} "

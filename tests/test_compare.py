@@ -110,6 +110,13 @@ def test_eager_alone(tiny_checkpoint: Callable[..., Path]) -> None:
     assert row.dtype == "bfloat16" and row.mean_error > 0 and result.passed
 
 
+def test_prompts_that_are_cut_are_said(tiny_engine: Engine) -> None:
+    engine = tiny_engine("llama", "onnxruntime", "float32")
+    result = compare([engine], prompts=["one", "word " * 300], max_tokens=6)
+    assert result.cut_prompts == 1 == result.to_dict()["cut_prompts"]
+    assert "1 of the prompts were cut" in format_table(result)
+
+
 def test_names_of_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert eager_dtype("eager") == "float32" and eager_dtype(Path("eager:float16")) == "float16"
     assert eager_dtype("out/eager") is None and eager_dtype("eagerly") is None
