@@ -18,10 +18,10 @@ from seekforge.compile.bench_floors import Floor
 from seekforge.compile.bench_kernels import Candidate, Row, copies
 from seekforge.compile.bench_tune import Tuner
 from seekforge.kernels.linear import linear
-from seekforge.kernels.linear_few import Few, few_rows
+from seekforge.kernels.linear_few import FewRows, few_rows
 from seekforge.kernels.linear_one import One, one_row
 
-Config = One | Few
+Config = One | FewRows
 Configs = Mapping[str, Config | None]
 TUNED: Configs = {"seekforge": None}
 
@@ -75,7 +75,7 @@ def linear_rows(peers: ModuleType | None) -> Iterator[Callable[[], Row]]:
         yield partial(linear_row, rows, in_features, out_features)
 
 
-FEW = 32  # rows of the few that are tuned for
+TUNED_ROWS = 32
 SPACE_ONE = [
     One(n, k, depth, warps)
     for n, k, depth, warps in product((1, 2, 4, 8), (256, 512, 1024), (1, 2, 4), (2, 4, 8))
@@ -83,14 +83,14 @@ SPACE_ONE = [
     if 2 <= n * k * depth // (8 * 32 * warps) <= 8 and n * k >= 256 * warps
 ]
 SPACE_FEW = [
-    Few(n, k, stages, 4, splits)
+    FewRows(n, k, stages, 4, splits)
     for n, k, stages, splits in product((32, 64, 128), (64, 128), (3, 4, 6), (1, 2, 3, 4, 6, 8))
-    if 40_000 < 2 * stages * k * (n + FEW) < 200_000
+    if 40_000 < 2 * stages * k * (n + TUNED_ROWS) < 200_000
 ]
 
 
 def _tuners() -> Iterator[Tuner]:
-    for rows, op, space in ((1, "linear_one", SPACE_ONE), (FEW, "linear_few", SPACE_FEW)):
+    for rows, op, space in ((1, "linear_one", SPACE_ONE), (TUNED_ROWS, "linear_few", SPACE_FEW)):
         for in_features, out_features in sorted(SHAPES, reverse=True):
             key: dict[str, Any] = {"in_features": in_features, "out_features": out_features}
 

@@ -2,7 +2,8 @@
 
 A kernel is compiled for each configuration, and for integers that are 1, multiples of 16 or
 neither; launchers choose configurations by the number of rows. So the steps are: decodes of all
-captured batch sizes, with each kind of sampling; prefills of many lengths; prefills beside decodes.
+captured batch sizes, with each kind of sampling; prefills of many lengths, alone, behind a long
+context and beside decodes; decodes of many contexts beside prefills.
 Triton compiles one kernel after the other, so the steps are shared out to several processes,
 `python -m seekforge.compile.kernel_cache ENGINE INDEX COUNT TARGET`: each kernel that is used there
 is looked up in Triton's cache, which says which they are. Those that are in the user's cache
@@ -57,9 +58,12 @@ def ship_kernels(engine: Path) -> None:
                     )
                 running.append((process, part, log))
             for process, _, log in running:
-                if process.wait():
+                if code := process.wait():
                     lines = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-                    raise BuildError(f"{engine}: the new engine's steps could not be run:\n{lines}")
+                    raise BuildError(
+                        f"{engine}: the new engine's steps could not be run (exit code {code}):\n"
+                        f"{lines}"
+                    )
             for _, part, _ in running:  # now: one that started late would load half of them
                 shutil.copytree(part, engine / FOLDER, dirs_exist_ok=True)
         finally:
@@ -128,14 +132,24 @@ def lengths(most: int) -> Iterator[int]:
     yield from sorted(size for size in sizes if 2 <= size <= most)
 
 
-def steps(limits: Limits, block_size: int) -> Iterator[list[Chunk]]:
-    """The steps that are no decodes: a prefill alone, and one with a decode beside it."""
+def steps(limits: Limits, block_size: int, blocks: int) -> Iterator[list[Chunk]]:
+    """The steps that are no decodes: of every length a prompt alone, beside a decode, and as the
+    end of the longest context; of contexts of every size a decode beside a short prompt. In how
+    many parts a context is split follows from the width of the block tables, which repeat the
+    pool's `blocks`: what these hold does not matter."""
+
+    def chunk(length: int, context: int) -> Chunk:
+        table = [i % blocks for i in range(-(-context // block_size))]
+        return Chunk([0] * length, context - length, table, [length - 1])
+
     for length in lengths(min(limits.max_chunk, limits.max_len)):
-        table = range(1, 1 + -(-length // block_size))
-        prefill = Chunk([0] * length, 0, table, [length - 1])
-        yield [prefill]
+        yield [chunk(length, length)]
+        yield [chunk(length, limits.max_len)]
         if limits.max_batch > 1:
-            yield [Chunk([0], 0, [0], [0]), prefill]
+            yield [chunk(1, 1), chunk(length, length)]
+    for context in lengths(limits.max_len):
+        if limits.max_batch > 1:
+            yield [chunk(1, context), chunk(2, 2)]
 
 
 @dataclass(eq=False)
@@ -178,10 +192,11 @@ def main(engine: Path, index: int, count: int, part: Path) -> None:
         weights = stand_ins(engine / WEIGHTS_NAME, torch.device(manifest.device))
         session = InductorSession(engine, manifest, weights=weights)
         limits, block_size = manifest.limits, manifest.kv.block_size
-        session.allocate(1 + -(-limits.max_chunk // block_size), block_size)
+        blocks = 1 + -(-limits.max_chunk // block_size)
+        session.allocate(blocks, block_size)
         # Decodes and short prefills, which have many kernels in common, come first.
         runs: list[Callable[[], Any]] = [session.capture_all]
-        runs += [partial(session.step, chunks) for chunks in steps(limits, block_size)]
+        runs += [partial(session.step, chunks) for chunks in steps(limits, block_size, blocks)]
         for run in share(runs, max(0, index - 1), max(1, count - 1)):
             run()
     torch.cuda.synchronize()

@@ -1,11 +1,13 @@
 """A linear layer with a plain weight: y = x W^T + bias.
 
     x     [..., in_features]                float32, bfloat16 or float16
-    W     [out_features, in_features], bias [out_features] or None: dtype of x, or float32
+    W     [out_features, in_features]       dtype of x, or float32
+    bias  [out_features] or None            dtype of W
     y     [..., out_features]               dtype of W
 
 On the GPU one token goes through linear_one, which overlaps with the launch before it; a few tokens
-through linear_few where that is faster than torch's (cuBLAS), which computes all others. It is an
+through linear_few where that was found to be faster than torch's (cuBLAS), which computes the
+others. It is an
 operator so that this choice is made at each call and not when the graph is compiled, whose number
 of tokens is dynamic; compile/inductor.py puts it in place of aten.linear in packages for the GPU.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
+from seekforge.kernels.hopper import is_hopper
 from seekforge.kernels.linear_few import MOST, few_config, few_rows
 from seekforge.kernels.linear_one import one_row
 from seekforge.kernels.ops import register
@@ -25,12 +28,14 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x.numel() // x.shape[-1]
+    rows = x.numel() // max(1, x.shape[-1])
     if not rows or rows > MOST or not (x.is_contiguous() and weight.is_contiguous()):
         return linear_reference(x, weight, bias)
     few = None
     if rows > 1:
-        few = few_config(rows, x.shape[-1], weight.shape[0]) if x.dtype == weight.dtype else None
+        # Tiles were chosen for two bytes a value and Hopper's shared memory.
+        fits = x.dtype == weight.dtype and x.element_size() == 2 and is_hopper(x.device)
+        few = few_config(rows, x.shape[-1], weight.shape[0]) if fits else None
         if few is None:
             return linear_reference(x, weight, bias)
     y = weight.new_empty(*x.shape[:-1], weight.shape[0])

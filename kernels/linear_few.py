@@ -1,11 +1,12 @@
 """A few rows times a matrix, y = x W^T + bias, bound by reading W once (GPU).
 
-    x [rows, in_features], up to 64 rows; W [out_features, in_features]; bias [out_features] or none
+    x [rows, in_features], up to 32 rows; W [out_features, in_features]; bias [out_features] or none
     y [rows, out_features]
 
 Weights stream through shared memory to the matrix units, several tiles ahead. A small layer has
 fewer tiles than there are multiprocessors: `splits` programs share its input features, and
-merge_parts adds up what they made. Layers that cuBLAS computes faster have no row in h200.json.
+merge_parts adds up what they made. Rows of h200.json without a tile are cuBLAS's; all were found
+with 32 rows.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import Tensor
 
 from seekforge.kernels.int4_gemm_merge import merge_parts
 from seekforge.kernels.triton_support import jit, next_power_of_2, tl
-from seekforge.kernels.tuning import first, overlaps_launches
+from seekforge.kernels.tuning import overlaps_launches, smallest
 
-MOST = 64  # rows; beyond, products of more rows than fit one tile are cuBLAS's
+MOST = 32  # rows
 
 
 @dataclass(frozen=True, slots=True)
-class Few:
+class FewRows:
     """block_n: out_features of a program; block_k: input features of a tile; stages: tiles under
     way; splits: programs that share the input features."""
 
@@ -34,12 +35,12 @@ class Few:
     splits: int
 
 
-def few_config(rows: int, in_features: int, out_features: int) -> Few | None:
-    """The row of h200.json for this layer; None: cuBLAS is faster, or it was never tried."""
-    found = first("linear_few", rows=rows, in_features=in_features, out_features=out_features)
+def few_config(rows: int, in_features: int, out_features: int) -> FewRows | None:
+    """Of the smallest layer in h200.json that is not smaller than this one; None: cuBLAS."""
+    found = smallest("linear_few", rows=rows, in_features=in_features, out_features=out_features)
     if rows > MOST or found is None or not found["block_n"]:
         return None
-    return Few(*(found[name] for name in ("block_n", "block_k", "stages", "warps", "splits")))
+    return FewRows(*(found[name] for name in ("block_n", "block_k", "stages", "warps", "splits")))
 
 
 @jit
@@ -77,7 +78,7 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(y + at, acc.to(y.dtype.element_ty), mask=mask)
 
 
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: Few) -> None:
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: FewRows) -> None:
     """Fills y. All contiguous and of one dtype."""
     rows, in_features = x.shape
     out_features = weight.shape[0]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from seekforge.kernels.triton_support import jit, tl
-from seekforge.kernels.tuning import first, overlaps_launches
+from seekforge.kernels.tuning import overlaps_launches, smallest
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class One:
 
 
 def one_config(in_features: int, out_features: int) -> One:
-    """The row of h200.json for this layer, else a default."""
-    row = first("linear_one", in_features=in_features, out_features=out_features)
+    """Of the smallest layer in h200.json that is not smaller than this one, else a default."""
+    row = smallest("linear_one", in_features=in_features, out_features=out_features)
     if row is None:
         return One(4, 512, 2, 4) if out_features >= 1024 else One(1, 512, 2, 2)
     return One(row["block_n"], row["block_k"], row["depth"], row["warps"])

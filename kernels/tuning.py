@@ -41,6 +41,13 @@ def first(op: str, **sizes: float) -> dict[str, Any] | None:
     return None
 
 
+def smallest(op: str, **sizes: float) -> dict[str, Any] | None:
+    """Of the rows of an operator whose limits these sizes do not exceed, the one with the lowest
+    limits, the first named counting first."""
+    fit = [row for row in rows(op) if all(size <= row[name] for name, size in sizes.items())]
+    return min(fit, key=lambda row: [row[name] for name in sizes], default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """block_m: rows (query heads x new tokens) of a program; block_n: tokens of the context it
@@ -122,8 +129,8 @@ def overlaps_launches(device: torch.device) -> bool:
     """Whether a kernel may start before the one before it has ended: Hopper and later.
 
     Such a kernel waits (gdc_wait) before it writes anything, and before it reads what the launch
-    before it may have written. What it reads earlier must be older: weights, index tensors. A
-    kernel that waits lets the next one start (gdc_launch_dependents) only afterwards, so that "the
-    launch before" is one launch and not a chain of them.
+    before it may have written. What it reads earlier must be older: weights, index tensors. Some
+    kernels let the next one start (gdc_launch_dependents) before they wait themselves, so what is
+    read early must also be older than the last launch that let go only after its wait.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -54,6 +54,8 @@ def _sources_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | str:
         return f"the latent is {describe(normed)}, not a norm's result"
     if other:
         return f"the normalised latent is also read by {other}"
+    if _width(normed) != _width(node.args[2]):
+        return f"{normed.name} normalises {_width(normed)} of {_width(node.args[2])} dimensions"
     ropes = []
     for index, which in ((1, "q"), (3, "k")):
         item, other = _behind_views(node.args[index], node)
@@ -64,6 +66,8 @@ def _sources_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | str:
             return f"{which} is result {item.args[1]} of {made.name}"
         if other:
             return f"the rotated {which} is also read by {other}"
+        if _width(item) != _width(node.args[index]):
+            return f"the rotated {which} is read in rows of {_width(node.args[index])}"
         ropes.append(made)
     if ropes[0] is not ropes[1]:
         return "q and k are rotated by two ropes"

@@ -71,8 +71,9 @@ def fuse_shared_experts(program: Program) -> PassResult:
 def _shared_of(experts: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | str:
     """The addition, gate_up and down of the shared experts beside these, or the reason why not."""
     form = FORMS[experts.target]
-    (add, *others) = experts.users
-    if others or add.target is not aten.add.Tensor or add.kwargs:
+    users = list(experts.users)
+    add = users[0] if len(users) == 1 else None
+    if add is None or add.target is not aten.add.Tensor or add.kwargs:
         return f"their result goes to {', '.join(map(str, experts.users))}, not to one addition"
     down: Any = next((value for value in add.args if value is not experts), None)
     chain: list[Any] = [down]

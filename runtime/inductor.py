@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 # The packages call these operators.
 import seekforge.kernels.add_rms_norm
@@ -62,7 +63,9 @@ class InductorSession:
         self.manifest = manifest
         install_kernels(directory)
         self.device = self.logits_device = torch.device(manifest.device)
-        self.weights = weights or load_weights(directory / WEIGHTS_NAME, self.device)
+        if weights is None:
+            weights = load_weights(directory / WEIGHTS_NAME, self.device)
+        self.weights = weights
         self.model = self._load(directory / MODEL_NAME)
         decode = directory / DECODE_NAME
         self.decode = self._load(decode) if decode.exists() else self.model
@@ -78,6 +81,7 @@ class InductorSession:
             # run and a process for each of a dozen kinds, which takes up to a minute.
             with torch._inductor.config.patch("cpp.vec_isa_ok", True):
                 package = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
+            valid_vec_isa_list.cache_clear()  # untested now; a compiler run would believe it
             names = package.get_constant_fqns()
             package.load_constants(
                 {name: self.weights[name] for name in names},

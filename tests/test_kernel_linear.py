@@ -7,11 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import seekforge.kernels as kernels
 from seekforge.compile.inductor import _use_operator
 from seekforge.kernels.linear import linear, linear_triton
-from seekforge.kernels.linear_few import Few, few_config, few_rows
+from seekforge.kernels.linear_few import FewRows, few_config, few_rows
 from seekforge.kernels.linear_one import One, one_row
 from seekforge.kernels.tolerance import assert_close
+from seekforge.kernels.tuning import rows as rows_of
+from seekforge.kernels.tuning import smallest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -48,22 +51,50 @@ def test_few_rows(
     weight = draw(70, 328, dtype=dtype, device=kernel_device)
     for bias in (None, draw(70, dtype=dtype, device=kernel_device)):
         y = x.new_empty(rows, 70)
-        few_rows(x, weight, bias, y, Few(32, 64, 3, 4, splits))
+        few_rows(x, weight, bias, y, FewRows(32, 64, 3, 4, splits))
         assert_close(y, F.linear(x, weight, bias), f"{bias is None}")
 
 
-def test_few_rows_are_chosen(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the file has a row with a tile; one without is cuBLAS's."""
+def test_few_rows_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the smallest layer of the file that is not smaller; without a tile cuBLAS serves."""
+    tile = {"block_n": 16, "block_k": 32, "stages": 2, "warps": 2, "splits": 2}
     table = [
+        {"rows": 32, "in_features": 64, "out_features": 64, **tile},
+        {"rows": 32, "in_features": 64, "out_features": 32, "block_n": 0},
         {"rows": 8, "in_features": 64, "out_features": 64, "block_n": 0},
-        {"rows": 32, "in_features": 64, "out_features": 64, "block_n": 16, "block_k": 32,
-         "stages": 2, "warps": 2, "splits": 2},
-    ]  # fmt: skip
+    ]
     monkeypatch.setattr("seekforge.kernels.tuning.rows", lambda op: table)
     assert few_config(8, 64, 64) is None and few_config(9, 64, 65) is None
-    assert few_config(33, 64, 64) is None and few_config(9, 64, 64) == Few(16, 32, 2, 2, 2)
-    x, weight = (draw(n, 64, dtype=torch.float32, device=kernel_device) for n in (9, 20))
-    assert_close(linear_triton(x[None], weight, None), F.linear(x[None], weight), "chosen")
+    assert few_config(33, 64, 64) is None and few_config(9, 64, 30) is None
+    assert few_config(9, 64, 64) == FewRows(16, 32, 2, 2, 2)
+
+
+def test_few_rows_only_where_their_tiles_fit(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's tiles are of two-byte values in Hopper's shared memory: the largest take 123 kB,
+    twice that in fp32, which no GPU has."""
+    for found in rows_of("linear_few"):
+        tile = 2 * found["stages"] * found["block_k"] * (found["block_n"] + 32)
+        assert tile <= 227 << 10, f"{found}"
+    called: list[torch.dtype] = []
+    monkeypatch.setattr(kernels.linear, "few_rows", lambda x, *rest: called.append(x.dtype))
+    monkeypatch.setattr(kernels.linear, "is_hopper", lambda device: True)
+    for dtype in DTYPES:
+        x = draw(24, 5000, dtype=dtype, device=kernel_device)
+        linear_triton(x, draw(16, 5000, dtype=dtype, device=kernel_device), None)
+    assert called == [torch.bfloat16, torch.float16]
+    monkeypatch.setattr(kernels.linear, "is_hopper", lambda device: False)
+    linear_triton(x, draw(16, 5000, dtype=x.dtype, device=kernel_device), None)
+    assert len(called) == 2
+
+
+def test_rows_of_the_file_are_found() -> None:
+    for op in ("linear_one", "linear_few"):
+        for found in rows_of(op):
+            limits = ("rows", "in_features", "out_features")
+            sizes = {name: found[name] for name in limits if name in found}
+            assert smallest(op, **sizes) is found, f"{op} {sizes}"
 
 
 def test_rows_of_any_number(kernel_device: str, poisoned: None) -> None:

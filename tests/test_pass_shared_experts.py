@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from seekforge.compile.export import export_checkpoint
-from seekforge.compile.liveness import peak_bytes
 from seekforge.compile.run_graph_weights import GraphWeights
 from seekforge.compile.verify import copied
 from seekforge.compile.verify_inputs import draw_tokens, logits_of
+from seekforge.kernels.errors import BuildError
 from seekforge.kernels.int4_linear import int4_linear
 from seekforge.kernels.int4_moe_experts import int4_moe_experts
 from seekforge.kernels.moe_experts import moe_experts
@@ -22,11 +22,14 @@ from seekforge.kernels.shared_experts import int4_moe_shared_experts, moe_shared
 from seekforge.kernels.swiglu import swiglu
 from seekforge.kernels.tolerance import assert_close
 from seekforge.models.checkpoint import Checkpoint, open_checkpoint
+from seekforge.models.families import expected_fusions
+from seekforge.passes import pipeline
 from seekforge.passes.int4_options import Int4Options
 from seekforge.passes.kv_cache import GraphInput
 from seekforge.passes.linears import LINEAR
 from seekforge.passes.pipeline import run_pipeline
 from seekforge.passes.program import Program
+from seekforge.passes.rule import PassResult
 from seekforge.passes.shared_experts import fuse_shared_experts
 
 aten = torch.ops.aten
@@ -61,7 +64,7 @@ def logits(program: Program, checkpoint: Checkpoint, block: int = 1 << 20) -> Te
 def test_every_layer_and_the_same_numbers(
     built: Callable[..., Built], family: str, dtype: str, int4: Int4Options | None
 ) -> None:
-    program, checkpoint, inputs = built(family, dtype, int4)
+    program, checkpoint, _ = built(family, dtype, int4)
     expected, before = logits(program, checkpoint), len(program.graph.nodes)
     routed, linear, both = (
         (int4_moe_experts, int4_linear, int4_moe_shared_experts)
@@ -79,9 +82,6 @@ def test_every_layer_and_the_same_numbers(
     assert torch.equal(logits(program, checkpoint), expected)
     if dtype == "float32":
         assert_close(logits(program, checkpoint, block=100), expected, "weights in pieces")
-    sizes = {"tokens": 100, "sequences": 1, "sequences_plus_1": 2, "rows": 1}
-    sizes |= {"max_blocks": 8, "blocks": 8, "block_size": 16}
-    assert peak_bytes(program, inputs, sizes) > 0
     assert fuse_shared_experts(program).fired == 0, "a second run"
 
 
@@ -190,3 +190,28 @@ def test_plain_beside_int4(built: Callable[..., Built]) -> None:
     result = fuse_shared_experts(program)
     assert result.fired == 0 and len(program.nodes(int4_moe_experts)) == 2
     assert all("aten.linear.default, not seekforge.int4_linear" in m.reason for m in result.misses)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+)
+def test_passes_for_gpus_are_expected(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """A build ends with an error where one of them fires too seldom."""
+    checkpoint = open_checkpoint(tiny_checkpoint(family))
+    expected = expected_fusions(checkpoint.spec)
+
+    def run(int4: Int4Options | None = None) -> None:
+        program = export_checkpoint(checkpoint, "float32", 64)
+        run_pipeline(program, "ragged", 64, expected, int4, "cuda")
+
+    run()
+    run(INT4)
+    latent = family.startswith("deepseek")
+    for name in ("mla_append", "shared_experts") if latent else ("rope_append",):
+        lazy = PassResult(name, 0, (), 1, 1, 0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline, f"fuse_{name}", lambda program, lazy=lazy: lazy)
+            with pytest.raises(BuildError, match=f"{name}: expected"):
+                run()

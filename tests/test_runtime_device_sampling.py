@@ -56,6 +56,19 @@ def known(count: int = 90) -> range:
     return range(count)
 
 
+def test_columns_lie_at_multiples_of_16() -> None:
+    """Triton compiles a kernel anew for a pointer that is not one."""
+    sampler = DeviceSampler(V, known(), 8, torch.device("cpu"))
+    for count in (1, 3, 4, 7):
+        rows = [row([5], temperature=0.1 * (i + 1), top_p=0.5, top_k=i) for i in range(count)]
+        for columns in sampler._parameters(rows):
+            assert all(column.data_ptr() % 16 == 0 for column in columns)
+        real, whole = sampler._parameters(rows)
+        assert real[0].tolist() == torch.tensor([0.1 * (i + 1) for i in range(count)]).tolist()
+        assert real[1].tolist() == [0.5] * count and whole[0].tolist() == list(range(count))
+        assert whole[1].tolist() == [each.key for each in rows]
+
+
 def penalised_rows() -> list[Row]:
     return [
         row([3, 4, 5, 5]),

@@ -5,8 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from seekforge.compile.kernel_cache import collect, lengths, record_used, share, steps
+from seekforge.compile import kernel_cache
+from seekforge.compile.kernel_cache import (
+    collect,
+    lengths,
+    record_used,
+    share,
+    ship_kernels,
+    stand_ins,
+    steps,
+)
+from seekforge.kernels.errors import BuildError
 from seekforge.runtime.kernel_cache import FOLDER, install_kernels
 from seekforge.runtime.manifest import Limits
 
@@ -60,11 +72,42 @@ def test_every_kind_of_step_is_run() -> None:
     found = list(lengths(100))
     assert found[0] == 2 and found[-1] == 100 and {17, 64, 65, 96, 99} <= set(found)
     assert list(lengths(2)) == [2] and list(lengths(1)) == []
-    shapes = [[len(chunk.token_ids) for chunk in chunks] for chunks in steps(Limits(40, 4, 64), 16)]
+    found_steps = list(steps(Limits(100, 4, 40), 16, blocks=4))
+    shapes = [[len(chunk.token_ids) for chunk in chunks] for chunks in found_steps]
     assert [40] in shapes and [1, 33] in shapes and all(sum(shape) <= 41 for shape in shapes)
-    for chunks in steps(Limits(40, 4, 64), 16):
-        used = [block for chunk in chunks for block in chunk.block_table]
-        assert len(set(used)) == len(used) and max(used) <= 4
+    chunks = [chunk for each in found_steps for chunk in each]
+    assert all(max(chunk.block_table) < 4 for chunk in chunks), "the pool's blocks, repeated"
+    assert all(len(c.block_table) * 16 >= c.start + len(c.token_ids) for c in chunks)
+    assert {1, 4, 7} <= {len(c.block_table) for c in chunks if len(c.token_ids) == 1}
+    assert {1, 7} <= {len(c.block_table) for c in chunks if len(c.token_ids) == 9}
+    assert all(len(each) == 1 for each in steps(Limits(100, 1, 40), 16, blocks=4))
+
+
+def test_weights_that_stand_in(tmp_path: Path) -> None:
+    """Like the file's, one for each shape and dtype, and finite."""
+    file = tmp_path / "weights.safetensors"
+    tensors = {
+        "a": torch.full((3, 4), torch.nan, dtype=torch.bfloat16),
+        "b": torch.full((3, 4), torch.nan, dtype=torch.bfloat16),
+        "c": torch.full((3, 4), torch.nan),
+        "d": torch.full((2,), 7, dtype=torch.uint8),
+        "e": torch.full((2,), 7, dtype=torch.int64),
+    }
+    save_file(tensors, file)
+    found = stand_ins(file, torch.device("cpu"))
+    assert found.keys() == tensors.keys()
+    for name, tensor in found.items():
+        assert tensor.shape == tensors[name].shape and tensor.dtype == tensors[name].dtype
+        assert tensor.isfinite().all() and tensor.is_contiguous()
+    assert found["a"] is found["b"] and found["a"].any() and not found["d"].any()
+    assert len({tensor.data_ptr() for tensor in found.values()}) == 4
+
+
+def test_steps_that_fail_end_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "PROCESSES", 2)
+    with pytest.raises(BuildError, match=r"could not be run \(exit code 1\):\n(.|\n)*manifest"):
+        ship_kernels(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_steps_are_shared_out() -> None:

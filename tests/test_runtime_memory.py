@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from test_runtime_llm import manifest_for
 from seekforge.compile.inspect import _format_engine
 from seekforge.compile.liveness import OWN, peak_bytes, step_bytes
 from seekforge.kernels.int4_linear import int4_linear
+from seekforge.kernels.shared_experts import int4_moe_shared_experts, moe_shared_experts
 from seekforge.passes.pipeline import run_pipeline
 from seekforge.runtime.graphs import ladder
 from seekforge.runtime.manifest import FileEntry, Limits
@@ -53,6 +55,19 @@ def test_a_weight_that_is_decoded_whole_counts() -> None:
     for rows, expected in ((4096, 512 * 256 * 2), (1, 0), (32, 0)):
         x = torch.empty(rows, 256, dtype=torch.bfloat16, device="meta")
         assert OWN[int4_linear](x, weight) == expected, f"{rows=}"
+
+
+def test_what_shared_experts_take() -> None:
+    """The larger of the shared experts' gate_up and activation, and of the routed ones' values with
+    the shared result and a sum beside them; INT4 the same."""
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    x, chosen = empty(10, 32), torch.empty(10, 2, dtype=torch.int64, device="meta")
+    for width, expected in ((24, 480 + 20 * (16 + 32) * 2 + 640), (2000, 3 * 40_000)):
+        plain = empty(4, 32, 32), empty(4, 32, 16), empty(2 * width, 32), empty(32, width)
+        assert OWN[moe_shared_experts](x, None, chosen, *plain) == expected
+        first, second, third, fourth = ((w[..., ::2], None, None) for w in plain)
+        packed = (*first, *second, 32, *third, *fourth)
+        assert OWN[int4_moe_shared_experts](x, None, chosen, *packed) == expected
 
 
 def test_inspect_prints_it() -> None:
