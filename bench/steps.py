@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from seekforge.compile.bench_kernels import measure_ceilings
 from seekforge.compile.bench_limits import decode_bytes
+from seekforge.runtime.fit import resolve_engine
 from seekforge.runtime.inductor import WEIGHTS_NAME
-from seekforge.runtime.manifest import resolve_engine
 from seekforge.runtime.memory import Budget
 from seekforge.runtime.session import Chunk, open_session
 

@@ -24,8 +24,9 @@ from seekforge.compile.bench_engines import Shape, bench_engines, format_row
 from seekforge.kernels.errors import InputError
 from seekforge.models.checkpoint import open_checkpoint
 from seekforge.models.module import load_eager
+from seekforge.runtime.fit import resolve_engine
 from seekforge.runtime.llm import LLM
-from seekforge.runtime.manifest import DTYPE_BYTES, read_manifest, resolve_engine
+from seekforge.runtime.manifest import DTYPE_BYTES, read_manifest
 from seekforge.runtime.sampling import SamplingParams
 
 PROMPT_TOKENS = 16

@@ -24,9 +24,9 @@ from seekforge.compile.bench_limits import decode_bytes, kind, name, prefill_flo
 from seekforge.compile.bench_peers import Peer, prefill
 from seekforge.kernels.errors import InputError
 from seekforge.models.module import load_eager
+from seekforge.runtime.fit import resolve_engine
 from seekforge.runtime.inductor import WEIGHTS_NAME
 from seekforge.runtime.llm import LLM
-from seekforge.runtime.manifest import resolve_engine
 from seekforge.runtime.sampling import SamplingParams
 from seekforge.runtime.session import Chunk
 

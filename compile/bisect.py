@@ -40,7 +40,8 @@ from seekforge.models.checkpoint import open_checkpoint
 from seekforge.passes.int4 import Int4Options, sign_int4
 from seekforge.passes.pipeline import run_pipeline
 from seekforge.passes.program import Program
-from seekforge.runtime.manifest import read_manifest, resolve_engine, unfit_reason
+from seekforge.runtime.fit import resolve_engine, unfit_reason
+from seekforge.runtime.manifest import read_manifest
 
 SEQUENCES = 2
 TOKENS = 16  # of each sequence

@@ -28,7 +28,8 @@ from seekforge.compile.run_graph_weights import GraphWeights
 from seekforge.compile.weights import WEIGHTS_NAME, Source, write_weights
 from seekforge.passes.kv_cache import GraphInput
 from seekforge.passes.program import Program, source_line
-from seekforge.runtime.manifest import Manifest, unfit_reason
+from seekforge.runtime.fit import unfit_reason
+from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.session import open_session
 
 MODEL_NAME = "model.onnx"

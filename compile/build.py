@@ -55,6 +55,7 @@ from seekforge.passes.kv_cache import GraphInput, graph_outputs
 from seekforge.passes.pipeline import run_pipeline
 from seekforge.passes.program import Program
 from seekforge.passes.rule import PassResult
+from seekforge.runtime.fit import unfit_reason
 from seekforge.runtime.manifest import (
     FORMAT_VERSION,
     Generation,
@@ -64,7 +65,6 @@ from seekforge.runtime.manifest import (
     TensorSpec,
     file_entries,
     read_manifest,
-    unfit_reason,
     write_manifest,
 )
 

@@ -12,12 +12,12 @@ from seekforge.compile.build_cache_request import Request, changes, request
 from seekforge.compile.options import LEVELS, Options
 from seekforge.kernels.errors import CheckpointError, EngineError
 from seekforge.models.content import content_digests
+from seekforge.runtime.fit import unfit_reason
 from seekforge.runtime.manifest import (
     MANIFEST_NAME,
     Manifest,
     hash_files,
     read_manifest,
-    unfit_reason,
     write_manifest,
 )
 

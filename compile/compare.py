@@ -31,8 +31,9 @@ from seekforge.compile.perplexity import perplexity
 from seekforge.compile.prompts import PROMPTS, Prompt
 from seekforge.kernels.errors import InputError
 from seekforge.models.checkpoint import open_checkpoint
+from seekforge.runtime.fit import resolve_engine
 from seekforge.runtime.llm import LLM
-from seekforge.runtime.manifest import DTYPE_BYTES, Manifest, resolve_engine
+from seekforge.runtime.manifest import DTYPE_BYTES, Manifest
 
 EAGER = "eager"
 

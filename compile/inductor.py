@@ -29,21 +29,10 @@ import seekforge.kernels.rope_paged_attention
 import seekforge.kernels.rope_paged_mla_attention
 import seekforge.kernels.shared_experts  # noqa: F401  (the worker loads graphs that call them)
 from seekforge.compile.failures_inductor import inductor_failure
-from seekforge.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
-from seekforge.kernels.gemv import gemv, in_memory, int4_gemv, one_token_int4_linear
+from seekforge.compile.inductor_code import choose_code
+from seekforge.kernels.gemv import gemv, in_memory, int4_gemv
 from seekforge.kernels.int4 import SYMMETRIC_ZERO
-from seekforge.kernels.int4_linear import inlined_int4_linear, int4_linear
-from seekforge.kernels.int4_moe_experts import int4_moe_experts, one_token_int4_experts
-from seekforge.kernels.linear import linear
-from seekforge.kernels.moe_experts import moe_experts, one_token_experts
-from seekforge.kernels.moe_route import moe_route, moe_route_reference
-from seekforge.kernels.paged_attention import one_token_attention, paged_attention
-from seekforge.kernels.paged_mla_attention import one_token_mla_attention, paged_mla_attention
-from seekforge.kernels.rms_norm import rms_norm, rms_norm_reference
-from seekforge.kernels.rope import rope, rope_reference
-from seekforge.kernels.swiglu import swiglu, swiglu_reference
 from seekforge.passes.kv_cache import TRACE_SIZES, GraphInput
-from seekforge.passes.linears import LINEAR
 from seekforge.passes.program import Program
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -51,30 +40,6 @@ MODEL_NAME = "model.pt2"
 DECODE_NAME = "decode.pt2"
 
 
-def one_token_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The residual stream is stored in every layer. Inductor would store it in some and add up what
-    came since in the others, so that no two layers have the same code."""
-    total = in_memory(x + residual)
-    return rms_norm_reference(total, weight, eps), total
-
-
-INLINED: dict[Any, Callable[..., Any]] = {
-    rms_norm: rms_norm_reference,
-    add_rms_norm: add_rms_norm_reference,
-    rope: rope_reference,
-    swiglu: swiglu_reference,
-}
-ONE_TOKEN_INLINED: dict[Any, Callable[..., Any]] = {
-    add_rms_norm: one_token_add_rms_norm,
-    paged_attention: one_token_attention,
-    paged_mla_attention: one_token_mla_attention,
-    int4_linear: one_token_int4_linear,
-    moe_route: moe_route_reference,
-    moe_experts: one_token_experts,
-    int4_moe_experts: one_token_int4_experts,
-}
 ONE_TOKEN = {"tokens": 1, "sequences": 1, "sequences_plus_1": 2, "rows": 1}
 CONFIG = {
     "aot_inductor.package_constants_in_so": False,
@@ -88,9 +53,6 @@ CUDA_CONFIG = CONFIG | {
     "aot_inductor.compile_wrapper_opt_level": "O0",
     "cpp.vec_isa_ok": True,
 }
-# Weights up to which an INT4 linear layer of several tokens is decoded whole by Inductor's code
-# (8 MB in fp32, within the caches); larger ones by the operator, in pieces (docs/cpu.md).
-INLINED_WEIGHTS = 1 << 21
 # Arguments after which Inductor ends a C++ function. With its own limit of 500, the one-token graph
 # becomes two functions for 30 layers, which take g++ 20 s; with 16, equal layers share functions,
 # which take 1.5 s.
@@ -172,18 +134,7 @@ def _set_parameter(root: nn.Module, name: str, tensor: Tensor) -> None:
 
 def compile_package(job: Job) -> None:
     """Exports the job's graph with the operators inlined and writes its package."""
-    one_token = job.fixed.get("tokens") == 1
-    inlined = INLINED | (ONE_TOKEN_INLINED if one_token else {}) if job.device == "cpu" else {}
-    for node in list(job.module.graph.nodes):
-        if node.target in inlined:
-            node.target = inlined[node.target]
-        elif one_token and node.target is LINEAR:
-            _use_gemv(node)
-        elif job.device == "cuda" and node.target is LINEAR:
-            _use_operator(node)
-        elif node.target is int4_linear and job.device == "cpu" and _is_small(job.module, node):
-            node.target = inlined_int4_linear
-    job.module.recompile()
+    choose_code(job.module, job.device, one_token=job.fixed.get("tokens") == 1)
     # Never written: fresh pages cost no memory until touched.
     module = job.module.to_empty(device=job.device)
     sizes = TRACE_SIZES | job.fixed
@@ -203,32 +154,6 @@ def compile_package(job: Job) -> None:
             package_path=str(job.path),
             inductor_configs=CUDA_CONFIG if job.device == "cuda" else CONFIG,
         )
-
-
-def _is_small(module: fx.GraphModule, int4: fx.Node) -> bool:
-    qweight: Any = int4.args[1]
-    return 2 * module.get_parameter(str(qweight.target)).numel() <= INLINED_WEIGHTS
-
-
-def _use_gemv(node: fx.Node) -> None:
-    x, weight, *bias = node.args
-    node.target, node.args = gemv, (x, weight)
-    if bias and bias[0] is not None:
-        with node.graph.inserting_after(node):
-            total = node.graph.call_function(torch.ops.aten.add.Tensor, (node, bias[0]))
-        node.replace_all_uses_with(total, lambda user: user is not total)
-
-
-def _use_operator(node: fx.Node) -> None:
-    """A linear layer as our operator, which also widens its input: a router's is in fp32."""
-    x, weight, bias = (*node.args, None)[:3]
-    if (
-        isinstance(x, fx.Node)
-        and x.target is torch.ops.aten.to.dtype
-        and x.args[1] == torch.float32
-    ):
-        x = x.args[0]
-    node.target, node.args = linear, (x, weight, bias)
 
 
 @contextmanager

@@ -18,13 +18,8 @@ from seekforge.models.config import parse_config
 from seekforge.models.families import expected_fusions
 from seekforge.models.shards import has_weights
 from seekforge.models.spec import ModelSpec
-from seekforge.runtime.manifest import (
-    BACKENDS,
-    MANIFEST_NAME,
-    Manifest,
-    read_manifest,
-    unfit_reason,
-)
+from seekforge.runtime.fit import unfit_reason
+from seekforge.runtime.manifest import BACKENDS, MANIFEST_NAME, Manifest, read_manifest
 from seekforge.runtime.memory import Budget
 
 GPU_BYTES = (150_754_820_096, 85_899_345_920)  # as CUDA reports them: an H200, and 80 GiB

@@ -228,8 +228,9 @@ def _checkpoint(args: argparse.Namespace) -> Path | None:
 
 def _runnable(paths: Sequence[Path]) -> list[Path]:
     """Engine directories; a bundle stands for all of its engines that can run here."""
-    from seekforge.runtime.manifest import BACKENDS, MANIFEST_NAME, read_manifest, unfit_reason
-    from seekforge.runtime.manifest import resolve_engine as resolve
+    from seekforge.runtime.fit import resolve_engine as resolve
+    from seekforge.runtime.fit import unfit_reason
+    from seekforge.runtime.manifest import BACKENDS, MANIFEST_NAME, read_manifest
 
     found: list[Path] = []
     for path in paths:

@@ -25,7 +25,8 @@ from seekforge.kernels.errors import InputError
 from seekforge.runtime.blocks import BlockManager
 from seekforge.runtime.detokenizer import TextStream
 from seekforge.runtime.device_sampling import DeviceSampler
-from seekforge.runtime.manifest import Manifest, resolve_engine
+from seekforge.runtime.fit import resolve_engine
+from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.prompt import Prompt, chat_ids, check_ids, load_tokenizer, prompt_ids
 from seekforge.runtime.sampling import Sampler, SamplingParams, make_generator, make_key
 from seekforge.runtime.scheduler import Scheduler

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.bindings import bindings
-from seekforge.runtime.manifest import CUDA_PROVIDER, Manifest
+from seekforge.runtime.fit import CUDA_PROVIDER
+from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.padded import clear_blocks, free_bytes, make_pools, output_shapes, run_padded
 from seekforge.runtime.session import Chunk, Track
 

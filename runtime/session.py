@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from seekforge.kernels.errors import EngineError
-from seekforge.runtime.manifest import Manifest, read_manifest, resolve_engine, unfit_reason
+from seekforge.runtime.fit import resolve_engine, unfit_reason
+from seekforge.runtime.manifest import Manifest, read_manifest
 
 Track = Callable[[Iterable[int]], Iterable[int]]
 SESSIONS = {

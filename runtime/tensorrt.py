@@ -17,7 +17,8 @@ from torch import Tensor
 
 from seekforge.kernels.errors import EngineError
 from seekforge.runtime.bindings import bindings
-from seekforge.runtime.manifest import Manifest, unfit_reason
+from seekforge.runtime.fit import unfit_reason
+from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.padded import clear_blocks, free_bytes, make_pools, run_padded
 from seekforge.runtime.profiles import largest, profile_from_json, select_profile
 from seekforge.runtime.session import Chunk, Track

@@ -18,7 +18,8 @@ from seekforge.compile.build import Options, build
 from seekforge.compile.weights import data_offsets
 from seekforge.kernels.errors import BuildError, EngineError, InputError
 from seekforge.passes.rule import PassResult
-from seekforge.runtime.manifest import read_manifest, resolve_engine
+from seekforge.runtime.fit import resolve_engine
+from seekforge.runtime.manifest import read_manifest
 
 Checkpoint = Callable[..., Path]
 ORT = Options(backends=("onnxruntime",), max_len=64)

@@ -21,8 +21,9 @@ from seekforge.compile.build import Options, build
 from seekforge.compile.build_cache import entries
 from seekforge.compile.bundle import exclusive
 from seekforge.kernels.errors import EngineError
+from seekforge.runtime.fit import resolve_engine
 from seekforge.runtime.llm import LLM
-from seekforge.runtime.manifest import read_manifest, resolve_engine
+from seekforge.runtime.manifest import read_manifest
 
 Make = Callable[..., Path]
 Kill = Callable[[Path, Path, Options, str], None]

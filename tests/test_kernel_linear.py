@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seekforge.kernels as kernels
-from seekforge.compile.inductor import _use_operator
+from seekforge.compile.inductor_code import choose_code
 from seekforge.kernels.linear import linear, linear_triton
 from seekforge.kernels.linear_few import FewRows, few_config, few_rows
 from seekforge.kernels.linear_one import One, one_row
@@ -138,10 +138,7 @@ def test_operator_in_packages() -> None:
     )  # fmt: skip
     graph = torch.export.export(Two(), given).module()
     expected = graph(*given)
-    targets = [torch.ops.aten.linear.default]
-    for node in graph.graph.nodes:
-        if node.target in targets:
-            _use_operator(node)
+    choose_code(graph, "cuda", one_token=False)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     kinds = [node.target for node in graph.graph.nodes if node.op == "call_function"]

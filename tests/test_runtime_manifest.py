@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from seekforge.kernels.errors import EngineError
+from seekforge.runtime.fit import resolve_engine
 from seekforge.runtime.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -22,7 +23,6 @@ from seekforge.runtime.manifest import (
     file_entries,
     hash_files,
     read_manifest,
-    resolve_engine,
     write_manifest,
 )
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from seekforge.kernels.errors import EngineError
-from seekforge.runtime.manifest import CUDA_PROVIDER, Manifest, read_manifest, unfit_reason
+from seekforge.runtime.fit import CUDA_PROVIDER, unfit_reason
+from seekforge.runtime.manifest import Manifest, read_manifest
 from seekforge.runtime.onnxruntime import CPU_PROVIDER, OnnxRuntimeSession
 
 Engine = Callable[..., Path]

@@ -20,7 +20,8 @@ from seekforge.compile.tensorrt import TensorRTResult, build_tensorrt
 from seekforge.compile.tensorrt_config import TIMING_CACHE, load_timing, save_timing
 from seekforge.compile.tensorrt_options import TensorRTOptions, parse_targets
 from seekforge.kernels.errors import BuildError, InputError
-from seekforge.runtime.manifest import Manifest, unfit_reason
+from seekforge.runtime.fit import unfit_reason
+from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.profiles import ShapeRange
 
 trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
