@@ -33,7 +33,7 @@ TENSORRT = (
 # Backends worth keeping, with the sources that lower a graph for them. An ONNX model takes 0.1 s.
 SOURCES = {
     "inductor": (
-        "compile/inductor.py", "compile/liveness.py", "compile/lower.py", "kernels/*",
+        "compile/inductor*.py", "compile/liveness.py", "compile/lower.py", "kernels/*",
     ),
     "tensorrt": TENSORRT,
     "tensorrt-rtx": TENSORRT,
