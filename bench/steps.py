@@ -46,8 +46,8 @@ def main() -> int:
     for path in args.engines:
         engine = Engine(path)
         engine.memory(args.prefill)
-        batches = [int(word) for word in args.batch.split(",")]
-        batches = [size for size in batches if size <= engine.limits.max_batch]
+        most = engine.limits.max_batch
+        batches = [min(int(word), most) for word in args.batch.split(",")]
         engine.captures(max(batches), args.context)
         for batch in batches:
             engine.decode(batch, args.context, copy)
