@@ -46,6 +46,16 @@ Item = TypeVar("Item")
 def ship_kernels(engine: Path) -> None:
     """Fills `engine`/kernels; the manifest is there already. Raises BuildError."""
     count = max(1, min(PROCESSES, len(os.sched_getaffinity(0)) // 2))
+    try:
+        run_steps(engine, count)
+    except BuildError:
+        if count == 1:
+            raise
+        run_steps(engine, 1)  # a GPU may be too small for several processes, or for one at a time
+
+
+def run_steps(engine: Path, count: int) -> None:
+    """Shares the steps out to `count` processes and collects the kernels that these used."""
     command = [sys.executable, "-m", "seekforge.compile.kernel_cache", str(engine)]
     running = []
     with tempfile.TemporaryDirectory(prefix="seekforge-") as temporary:

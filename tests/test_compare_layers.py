@@ -108,13 +108,17 @@ def test_backends_that_cannot_be_looked_into(
     tiny_engine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiny_engine("llama", "onnxruntime")
-    manifest = replace(read_manifest(engine), backend="tensorrt-rtx")
-    monkeypatch.setattr(compare_layers, "read_manifest", lambda _: manifest)
-    with (
-        pytest.raises(InputError, match=r"tensorrt-rtx engine.*possible for onnxruntime, inductor"),
-        layer_states(engine, engine),
+    found = read_manifest(engine)
+    for manifest, said in (
+        (
+            replace(found, backend="tensorrt-rtx"),
+            r"tensorrt-rtx engine.*possible for onnxruntime, inductor",
+        ),
+        (replace(found, dtype="bfloat16"), r"in bfloat16, which numpy does not have"),
     ):
-        pass
+        monkeypatch.setattr(compare_layers, "read_manifest", lambda _, m=manifest: m)
+        with pytest.raises(InputError, match=said), layer_states(engine, engine):
+            pass
 
 
 def test_a_graph_without_the_norms(tiny_engine: Callable[..., Path], tmp_path: Path) -> None:

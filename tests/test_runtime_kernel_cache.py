@@ -104,10 +104,18 @@ def test_weights_that_stand_in(tmp_path: Path) -> None:
 
 
 def test_steps_that_fail_end_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cache, "PROCESSES", 2)
+    """Once more in one process first: a GPU may have no room for several."""
+    counts, run = [], kernel_cache.run_steps
+
+    def counted(engine: Path, count: int) -> None:
+        counts.append(count)
+        run(engine, count)
+
+    monkeypatch.setattr(kernel_cache, "run_steps", counted)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(4))
     with pytest.raises(BuildError, match=r"could not be run \(exit code 1\):\n(.|\n)*manifest"):
         ship_kernels(tmp_path / "none")
-    assert not (tmp_path / "none").exists()
+    assert counts == [2, 1] and not (tmp_path / "none").exists()
 
 
 def test_steps_are_shared_out() -> None:
