@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seekforge.kernels.ops import register
-from seekforge.kernels.rms_norm import Tile, norm_tile, normalise, rms_norm_reference
+from seekforge.kernels.rms_norm import Tile, normalise, rms_norm_reference, tuned_tile
 from seekforge.kernels.triton_support import jit, next_power_of_2, tl
 from seekforge.kernels.tuning import overlaps_launches
 
@@ -57,7 +57,7 @@ def add_rms_norm_triton(
     if x.numel() == 0:
         return y, total
     rows = x.numel() // hidden
-    tile = tile or norm_tile("add_rms_norm", rows, hidden)
+    tile = tile or tuned_tile("add_rms_norm", rows, hidden)
     overlap = overlaps_launches(x.device)
     add_rms_norm_kernel[(-(-rows // tile.rows),)](
         x, residual, weight, y, total, rows, eps, weight.stride(0), HIDDEN=hidden,

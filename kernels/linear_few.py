@@ -11,6 +11,7 @@ with 32 rows.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,7 @@ class FewRows:
     splits: int
 
 
+@functools.lru_cache(maxsize=4096)
 def few_config(rows: int, in_features: int, out_features: int) -> FewRows | None:
     """Of the smallest layer in h200.json that is not smaller than this one; None: cuBLAS."""
     found = smallest("linear_few", rows=rows, in_features=in_features, out_features=out_features)

@@ -11,6 +11,7 @@ its weights are under way DEPTH tiles ahead of the sums.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,6 +31,7 @@ class One:
     warps: int
 
 
+@functools.lru_cache(maxsize=4096)  # it is asked in every layer of every step
 def one_config(in_features: int, out_features: int) -> One:
     """Of the smallest layer in h200.json that is not smaller than this one, else a default."""
     row = smallest("linear_one", in_features=in_features, out_features=out_features)

@@ -7,6 +7,7 @@ the matrix-vector kernels.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -67,6 +68,7 @@ ONE = GemvConfig(4, 128, 1, 1, 128, 1)
 DEFAULT = GemmConfig(16, 64, 64, 4, 4, 64, 64, 4, 4)
 
 
+@functools.lru_cache(maxsize=4096)
 def moe_config(op: str, *, tokens: int, pairs: int, experts: int) -> Config:
     row = first(op, tokens=tokens, load=pairs / experts)
     return config_of(row) if row else DEFAULT

@@ -11,6 +11,7 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -76,6 +77,11 @@ def norm_tile(op: str, rows: int, hidden: int, row: Mapping[str, int] | None = N
     return Tile(together, warps)
 
 
+@functools.lru_cache(maxsize=4096)
+def tuned_tile(op: str, rows: int, hidden: int) -> Tile:
+    return norm_tile(op, rows, hidden)
+
+
 def as_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     """x, or where need be a contiguous copy, whose row i starts at
     i // inner * outer + i % inner * step: -> (x, inner, outer, step).
@@ -103,7 +109,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, tile: Tile | None = N
         return y
     rows = x.numel() // hidden
     x, inner, x_outer, x_inner = as_rows(x)
-    tile = tile or norm_tile("rms_norm", rows, hidden)
+    tile = tile or tuned_tile("rms_norm", rows, hidden)
     overlap = overlaps_launches(x.device)
     rms_norm_kernel[(-(-rows // tile.rows),)](
         x, weight, y, rows, eps, x_outer, x_inner, weight.stride(0), INNER=inner, HIDDEN=hidden,
