@@ -54,6 +54,8 @@ def _chosen(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _given(x: torch.Tensor, config: Config, weight: torch.Tensor) -> torch.Tensor:
+    if config == CUBLAS:
+        return torch_linear(x, weight)
     y = x.new_empty(x.shape[0], weight.shape[0])
     if isinstance(config, One):
         one_row(x, weight, None, y, config)
@@ -76,13 +78,14 @@ def linear_rows(peers: ModuleType | None) -> Iterator[Callable[[], Row]]:
 
 
 TUNED_ROWS = 32
+CUBLAS = FewRows(0, 0, 0, 0, 0)  # a row without a tile; else a larger layer's would be taken
 SPACE_ONE = [
     One(n, k, depth, warps)
     for n, k, depth, warps in product((1, 2, 4, 8), (256, 512, 1024), (1, 2, 4), (2, 4, 8))
     # 16-byte loads of a thread that are under way, and at least one for each thread
     if 2 <= n * k * depth // (8 * 32 * warps) <= 8 and n * k >= 256 * warps
 ]
-SPACE_FEW = [
+SPACE_FEW = [CUBLAS] + [
     FewRows(n, k, stages, 4, splits)
     for n, k, stages, splits in product((32, 64, 128), (64, 128), (3, 4, 6), (1, 2, 3, 4, 6, 8))
     if 40_000 < 2 * stages * k * (n + TUNED_ROWS) < 200_000
