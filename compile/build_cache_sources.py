@@ -19,8 +19,8 @@ ASIDE = (
     "compile/export_report.py", "compile/failures*", "compile/inspect.py", "compile/prompts.py",
     "compile/quality.py", "compile/reference.py", "compile/report*", "compile/run_graph*",
     "compile/steps.py", "compile/verbs.py", "compile/verify*", "runtime/blocks.py",
-    "runtime/detokenizer.py", "runtime/llm.py", "runtime/prompt.py", "runtime/scheduler.py",
-    "runtime/sequence.py",
+    "runtime/detokenizer.py", "runtime/flight.py", "runtime/llm.py", "runtime/prompt.py",
+    "runtime/scheduler.py", "runtime/sequence.py",
 )  # fmt: skip
 ALL = ("kernels/*", "models/*", "passes/*", "compile/*", "runtime/*")
 # What decides the bytes of a weights file, beside the graph: reading, rounding and writing.

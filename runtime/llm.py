@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from seekforge.runtime.blocks import BlockManager
 from seekforge.runtime.detokenizer import TextStream
 from seekforge.runtime.device_sampling import DeviceSampler
 from seekforge.runtime.fit import resolve_engine
+from seekforge.runtime.flight import Flight
 from seekforge.runtime.manifest import Manifest
 from seekforge.runtime.prompt import Prompt, chat_ids, check_ids, load_tokenizer, prompt_ids
 from seekforge.runtime.sampling import Sampler, SamplingParams, make_generator, make_key
@@ -318,36 +318,6 @@ class LLM:
             for index in range(params.n)
         ]
         return Request(request_id, prompt if isinstance(prompt, str) else None, sequences)
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A launched step: the sequences that get a token of it, and these tokens on the device.
-
-    host: their copy, complete when `event` has happened (None: it is already).
-    """
-
-    sequences: Sequence[Running]
-    tokens: Tensor
-    host: Tensor
-    event: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, sequences: Sequence[Running], tokens: Tensor) -> Flight:
-        """Queues the copy to the host."""
-        if tokens.device.type == "cpu":
-            return cls(sequences, tokens, tokens, None)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return cls(sequences, tokens, host, event)
-
-    def read(self) -> list[int]:
-        if self.event is not None:
-            self.event.synchronize()
-        tokens: list[int] = self.host.tolist()
-        return tokens
 
 
 def default_blocks(manifest: Manifest, block_size: int, max_batch: int, memory: int) -> int:
