@@ -103,8 +103,9 @@ def test_logits_equal_eager_at_every_position(
                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 128}},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                         "original_max_position_embeddings": 64}},
+    pytest.param({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                      "original_max_position_embeddings": 64}},
+                 marks=pytest.mark.slow),
 ], ids=["bias", "tied", "mha", "mlp_bias", "llama3", "linear", "yarn"])  # fmt: skip
 def test_llama_variants(overrides: dict[str, Any], tiny_engine: Engine, tiny_model: Model) -> None:
     """B03, B04, B10, B22: rope scaling, biases and tied embeddings reach the engine."""

@@ -133,6 +133,7 @@ def check_published(name: str, expected: dict[str, Any], counts: dict[str, int])
     assert max(step["peak_bytes"] for step in graph["steps"]) <= 2 * 2**30
 
 
+@pytest.mark.slow
 def test_deepseek_v2_lite() -> None:
     check_published(
         "deepseek-v2-lite.json",

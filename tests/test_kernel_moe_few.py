@@ -49,7 +49,7 @@ def test_few_tokens(
     assert torch.equal(y, run_int4(given, gate_up, down, group, config)), "two runs differ"
 
 
-@pytest.mark.parametrize("config", [APART, TILES])
+@pytest.mark.parametrize("config", [pytest.param(APART, marks=pytest.mark.slow), TILES])
 def test_groups_of_64_are_for_the_others(kernel_device: str, config: FewConfig) -> None:
     given = draw(2, 128, 64, torch.bfloat16, kernel_device)
     gate_up, down = packed(given, 64, True)

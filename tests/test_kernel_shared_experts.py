@@ -132,7 +132,10 @@ def packed_shared(given: Given, group: int, symmetric: bool) -> tuple[Int4, Int4
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("tokens, config", [(2, INT4_GEMV), (1, APART), (5, SMALL), (3, None)])
+@pytest.mark.parametrize(
+    "tokens, config",
+    [(2, INT4_GEMV), pytest.param(1, APART, marks=pytest.mark.slow), (5, SMALL), (3, None)],
+)
 def test_int4_elsewhere(
     kernel_device: str, poisoned: None, dtype: torch.dtype, symmetric: bool, tokens: int,
     config: Config | None,
