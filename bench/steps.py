@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from seekforge.compile.bench_engines import timed
 from seekforge.compile.bench_kernels import measure_ceilings
 from seekforge.compile.bench_limits import decode_bytes
 from seekforge.runtime.fit import resolve_engine
@@ -107,9 +108,9 @@ class Engine:
         captured = self.session.step(chunks).clone()
         graphs, self.session.graphs = self.session.graphs, None
         plain = self.session.step(chunks).clone()
-        slow = seconds_of(lambda: self.session.step(chunks), 5)
+        slow = timed(lambda: self.session.step(chunks), 5)
         self.session.graphs = graphs
-        fast = seconds_of(lambda: self.replay(batch), 40)
+        fast = timed(lambda: self.replay(batch), 40)
         nbytes = decode_bytes(self.manifest, self.weights, batch, context)
         error = float((captured.float() - plain.float()).norm() / plain.float().norm())
         print(
@@ -119,7 +120,7 @@ class Engine:
         )
 
     def prefill(self, tokens: int) -> None:
-        seconds = seconds_of(lambda: self.prefill_step(tokens), 3)
+        seconds = timed(lambda: self.prefill_step(tokens), 3)
         print(f"  prefill {tokens}: {1e3 * seconds:.1f} ms")
 
     def prefill_step(self, tokens: int) -> None:
@@ -149,17 +150,6 @@ class Engine:
         print(f"  kernels of a {what}, us; one that waits for the launch before counts its wait")
         for name, (us, count) in sorted(total.items(), key=lambda x: -x[1][0])[:KERNELS]:
             print(f"    {us:9.1f} {count:6.1f} x {us / count:8.2f}  {name}")
-
-
-def seconds_of(run: Callable[[], Any], times: int) -> float:
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(times):
-        run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / times
 
 
 if __name__ == "__main__":

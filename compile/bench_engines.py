@@ -123,7 +123,7 @@ def _decode_rows(
                 peer = Peer(model, batch, shape.context, room, compiled=label == COMPILED)
                 for _ in range(3):
                     peer.step()
-                runs[label] = partial(_timed, peer.step)
+                runs[label] = partial(timed, peer.step)
             except Exception as error:  # a peer that fails is a note, not the end of the run
                 notes[label] = f"{type(error).__name__}: {str(error)[:120]}"
     taken = _alternate(runs, shape.rounds)
@@ -181,9 +181,9 @@ def _prefill_rows(
     runs: dict[str, Callable[[], float]] = {}
     tokens = min([shape.prefill, *(llm.manifest.limits.max_chunk for llm in llms)])
     for index, llm in enumerate(llms):
-        runs[str(index)] = partial(_timed, partial(_prefill, llm, tokens), 3)
+        runs[str(index)] = partial(timed, partial(_prefill, llm, tokens), 3)
     if model is not None:
-        runs[EAGER] = partial(_timed, prefill(model, tokens), 3)
+        runs[EAGER] = partial(timed, prefill(model, tokens), 3)
     taken = _alternate(runs, shape.rounds)
     rows: list[dict[str, Any]] = []
     known: dict[str, float | None] = {EAGER: taken.get(EAGER)}
@@ -230,7 +230,7 @@ def engine_step(llm: LLM, batch: int, context: int) -> float:
     running = llm.scheduler.running
     while llm.scheduler.waiting or any(s.num_pending > 1 for s in running):
         llm.step()
-    seconds = _timed(llm.step)
+    seconds = timed(llm.step)
     assert len(running) == batch, f"{len(running)} of {batch} sequences are left"
     for request in requests:
         llm.abort(request)
@@ -246,7 +246,7 @@ def graph_seconds(llm: LLM, batch: int, context: int) -> float:
     table = [list(range(i * width, (i + 1) * width)) for i in range(batch)]
     session.step([Chunk([7], context, row, [0]) for row in table])
     size = session.graphs.size_for(batch)
-    return _timed(lambda: session.graphs.run(size))
+    return timed(lambda: session.graphs.run(size))
 
 
 def _prefill(llm: LLM, tokens: int) -> None:
@@ -254,7 +254,7 @@ def _prefill(llm: LLM, tokens: int) -> None:
     llm.session.step([Chunk([7] * tokens, 0, list(range(width)), [tokens - 1])])
 
 
-def _timed(step: Callable[[], Any], steps: int = STEPS) -> float:
+def timed(step: Callable[[], Any], steps: int = STEPS) -> float:
     """Seconds of one call, of `steps` of them behind a few that warm up."""
     for _ in range(min(WARM_UP, steps)):
         step()

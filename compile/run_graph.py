@@ -24,7 +24,11 @@ from seekforge.kernels.int4 import Int4
 from seekforge.kernels.int4_linear import int4_linear
 from seekforge.kernels.int4_moe_experts import int4_moe_experts
 from seekforge.kernels.moe_experts import moe_experts
-from seekforge.kernels.shared_experts import int4_moe_shared_experts, moe_shared_experts
+from seekforge.kernels.shared_experts import (
+    int4_moe_shared_experts,
+    int4_product,
+    moe_shared_experts,
+)
 from seekforge.kernels.swiglu import swiglu_reference
 from seekforge.passes.cleanup import CHECKS
 from seekforge.passes.linears import LINEAR
@@ -176,14 +180,9 @@ class GraphRunner(fx.Interpreter):
         return self.experts(args[:5]) + self.linear((inner, args[6]))
 
     def int4_shared_experts(self, args: Any) -> Tensor:
-        packed = self._read(args[10:])
-        inner = swiglu_reference(_int4_product(args[0], *packed[:3]))
-        return self.experts(args[:10]) + _int4_product(inner, *packed[3:])
-
-
-def _int4_product(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    y: Tensor = int4_linear(x, qweight, scales, zeros, None, x.shape[-1] // scales.shape[-1])
-    return y
+        gate_up, down = self._read(args[10:13]), self._read(args[13:])
+        inner = swiglu_reference(int4_product(int4_linear, args[0], gate_up))
+        return self.experts(args[:10]) + int4_product(int4_linear, inner, down)
 
 
 _SPECIAL: dict[Any, Callable[[GraphRunner, Any], Tensor]] = {

@@ -92,15 +92,16 @@ def int4_moe_shared_experts_reference(
     """The shared experts' group sizes follow from the shapes."""
     gate_up = shared_gate_up_q, shared_gate_up_scales, shared_gate_up_zeros
     down = shared_down_q, shared_down_scales, shared_down_zeros
-    inner = swiglu_reference(_product(int4_linear_reference, x, gate_up))
+    inner = swiglu_reference(int4_product(int4_linear_reference, x, gate_up))
     routed = int4_moe_experts_reference(
         x, weights, indices, gate_up_q, gate_up_scales, gate_up_zeros,
         down_q, down_scales, down_zeros, group_size,
     )  # fmt: skip
-    return routed + _product(int4_linear_reference, inner, down)
+    return routed + int4_product(int4_linear_reference, inner, down)
 
 
-def _product(linear: Any, x: Tensor, weight: Packed) -> Tensor:
+def int4_product(linear: Any, x: Tensor, weight: Packed) -> Tensor:
+    """x W^T by `linear`, one of int4_linear's; its group size follows from the shapes."""
     qweight, scales, zeros = weight
     y: Tensor = linear(x, qweight, scales, zeros, None, x.shape[-1] // scales.shape[-1])
     return y
@@ -136,9 +137,9 @@ def int4_moe_shared_experts_triton(
             indices.reshape(-1, top_k).contiguous(), *routed[0], *routed[1], config, shared,
         )  # fmt: skip
         return y.view(x.shape)
-    inner = swiglu_triton(_product(int4_linear_triton, x, shared[0]))
+    inner = swiglu_triton(int4_product(int4_linear_triton, x, shared[0]))
     y = int4_moe_experts_triton(x, weights, indices, *routed[0], *routed[1], group_size, config)
-    return y.add_(_product(int4_linear_triton, inner, shared[1]))
+    return y.add_(int4_product(int4_linear_triton, inner, shared[1]))
 
 
 def _takes(routed: tuple[Packed, Packed], shared: tuple[Packed, Packed], config: FewConfig) -> bool:

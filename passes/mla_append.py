@@ -8,7 +8,6 @@ Seen in DeepSeek-V2 and V3.
 from __future__ import annotations
 
 import operator
-import time
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from seekforge.kernels.rms_norm import rms_norm
 from seekforge.kernels.rope import rope
 from seekforge.kernels.rope_paged_mla_attention import rope_paged_mla_attention
 from seekforge.passes.cleanup import VIEWS
-from seekforge.passes.pattern import Miss, describe
-from seekforge.passes.program import Program, source_line
+from seekforge.passes.pattern import describe
+from seekforge.passes.program import Program
 from seekforge.passes.rope_append import squeezed
-from seekforge.passes.rule import PassResult
+from seekforge.passes.rule import PassResult, rewrite_each
 
 aten = torch.ops.aten
 
@@ -30,21 +29,8 @@ aten = torch.ops.aten
 def fuse_mla_append(program: Program) -> PassResult:
     """Every paged_mla_attention whose latent is a norm's result and whose q_rope and k_rope are
     those of one rope, all read by nothing else."""
-    start, before = time.perf_counter(), len(program.graph.nodes)
-    fired, misses = 0, []
-    for node in program.nodes(paged_mla_attention):
-        found = _sources_of(node)
-        if isinstance(found, str):
-            misses.append(Miss(node.name, found, source_line(node), 1))
-            continue
-        _rewrite(program, node, *found)
-        fired += 1
-    program.drop_unused()
-    program.graph.lint()
-    return PassResult(
-        "mla_append", fired, tuple(misses), before, len(program.graph.nodes),
-        time.perf_counter() - start,
-    )  # fmt: skip
+    nodes = program.nodes(paged_mla_attention)
+    return rewrite_each("mla_append", program, nodes, _sources_of, _rewrite)
 
 
 def _sources_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | str:

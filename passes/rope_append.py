@@ -7,7 +7,6 @@ one launch. On the CPU Inductor fuses `rope` with its neighbours, which is bette
 from __future__ import annotations
 
 import operator
-import time
 from typing import Any
 
 import torch
@@ -16,33 +15,19 @@ from torch import fx
 from seekforge.kernels.paged_attention import paged_attention
 from seekforge.kernels.rope import rope
 from seekforge.kernels.rope_paged_attention import rope_paged_attention
-from seekforge.passes.pattern import Miss
-from seekforge.passes.program import Program, source_line
-from seekforge.passes.rule import PassResult
+from seekforge.passes.program import Program
+from seekforge.passes.rule import PassResult, rewrite_each
 
 aten = torch.ops.aten
 
 
 def fuse_rope_append(program: Program) -> PassResult:
     """Every paged_attention whose q and k are the two results of one rope, read by nothing else."""
-    start, before = time.perf_counter(), len(program.graph.nodes)
-    fired, misses = 0, []
-    for node in program.nodes(paged_attention):
-        found = _rope_of(node)
-        if isinstance(found, str):
-            misses.append(Miss(node.name, found, source_line(node), 1))
-            continue
-        _rewrite(program.graph, node, found)
-        fired += 1
-    program.drop_unused()
-    program.graph.lint()
-    return PassResult(
-        "rope_append", fired, tuple(misses), before, len(program.graph.nodes),
-        time.perf_counter() - start,
-    )  # fmt: skip
+    nodes = program.nodes(paged_attention)
+    return rewrite_each("rope_append", program, nodes, _rope_of, _rewrite)
 
 
-def _rope_of(node: fx.Node) -> fx.Node | str:
+def _rope_of(node: fx.Node) -> tuple[fx.Node] | str:
     """The rope behind a paged_attention, or the reason why it can't be taken in."""
     ropes = []
     for index, name in enumerate("qk"):
@@ -58,10 +43,11 @@ def _rope_of(node: fx.Node) -> fx.Node | str:
         ropes.append(made)
     if ropes[0] is not ropes[1]:
         return "q and k are rotated by two ropes"
-    return ropes[0]
+    return (ropes[0],)
 
 
-def _rewrite(graph: fx.Graph, node: fx.Node, turned: fx.Node) -> None:
+def _rewrite(program: Program, node: fx.Node, turned: fx.Node) -> None:
+    graph = program.graph
     q, k, cos, sin, positions, interleaved = turned.args
     with graph.inserting_before(node):
         q, k, positions = (squeezed(graph, x) for x in (q, k, positions))

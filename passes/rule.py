@@ -8,7 +8,7 @@ replaces the uses of the root, and only dead nodes are removed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,30 @@ def apply(rule: Rule, program: Program) -> PassResult:
     return PassResult(
         rule.name, fired, misses, before, len(program.graph.nodes), time.perf_counter() - start
     )
+
+
+def rewrite_each(
+    name: str,
+    program: Program,
+    candidates: Iterable[fx.Node],
+    find: Callable[[fx.Node], Any],
+    rewrite: Callable[..., None],
+) -> PassResult:
+    """For what no pattern describes. find: what `rewrite` takes behind the program and the
+    candidate, as a tuple, or the reason why this one stays as it is."""
+    start, before = time.perf_counter(), len(program.graph.nodes)
+    fired, misses = 0, []
+    for node in candidates:
+        found = find(node)
+        if isinstance(found, str):
+            misses.append(Miss(node.name, found, source_line(node), 1))
+            continue
+        rewrite(program, node, *found)
+        fired += 1
+    program.drop_unused()
+    program.graph.lint()
+    after = len(program.graph.nodes)
+    return PassResult(name, fired, tuple(misses), before, after, time.perf_counter() - start)
 
 
 def _reason(anchor: fx.Node, failures: list[tuple[fx.Node, Miss]]) -> Miss:

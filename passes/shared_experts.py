@@ -9,7 +9,6 @@ one MLP). Elsewhere separate nodes are better: the compiler fuses the addition.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,8 @@ from seekforge.kernels.moe_experts import moe_experts
 from seekforge.kernels.shared_experts import int4_moe_shared_experts, moe_shared_experts
 from seekforge.kernels.swiglu import swiglu
 from seekforge.passes.linears import LINEAR
-from seekforge.passes.pattern import Miss
-from seekforge.passes.program import Program, same_shape, source_line
-from seekforge.passes.rule import PassResult
+from seekforge.passes.program import Program, same_shape
+from seekforge.passes.rule import PassResult, rewrite_each
 
 aten = torch.ops.aten
 
@@ -50,22 +48,8 @@ FORMS: dict[Any, Form] = {
 
 def fuse_shared_experts(program: Program) -> PassResult:
     """Every experts node whose result is added to that of an MLP that reads the same x."""
-    start, before = time.perf_counter(), len(program.graph.nodes)
-    fired, misses = 0, []
-    for target in FORMS:
-        for node in program.nodes(target):
-            found = _shared_of(node)
-            if isinstance(found, str):
-                misses.append(Miss(node.name, found, source_line(node), 1))
-                continue
-            _rewrite(program, node, *found)
-            fired += 1
-    program.drop_unused()
-    program.graph.lint()
-    return PassResult(
-        "shared_experts", fired, tuple(misses), before, len(program.graph.nodes),
-        time.perf_counter() - start,
-    )  # fmt: skip
+    nodes = [node for target in FORMS for node in program.nodes(target)]
+    return rewrite_each("shared_experts", program, nodes, _shared_of, _rewrite)
 
 
 def _shared_of(experts: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | str:
